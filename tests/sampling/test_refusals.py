@@ -212,6 +212,12 @@ GIVING_COPIES = {
     "repeat before other transformations": SINGLE.repeat(2).map(lambda *e: e).shuffle(8),
     "a part of an endless repetition": SINGLE.repeat().take(10),
     "concatenated with itself": SINGLE.concatenate(SINGLE),
+    "beside its changed examples": SINGLE.concatenate(SINGLE.map(lambda x, y: (-x, y))),
+    "beside some of its examples": SINGLE.concatenate(SINGLE.take(2)),
+    "sampled from twice": tf.data.Dataset.sample_from_datasets([SINGLE, SINGLE.map(lambda *e: e)]),
+    "blended with itself": tf.data.Dataset.zip((SINGLE, SINGLE.shuffle(4))).map(
+        lambda one, other: (one[0] + other[0], one[1])
+    ),
     "repeated beside others": tf.data.Dataset.zip((SINGLE.repeat(2), tf.data.Dataset.range(8))).map(
         lambda e, i: e
     ),
@@ -228,6 +234,16 @@ def test_datasets_that_give_examples_several_times_are_refused(kind):
         dp.poisson_batches(GIVING_COPIES[kind], FEW)
 
 
+def test_parts_of_a_data_set_may_be_joined():
+    parts = [SINGLE.shard(2, k) for k in range(2)]
+    for data in (
+        parts[0].concatenate(parts[1]),
+        tf.data.Dataset.choose_from_datasets(parts, tf.data.Dataset.range(2).repeat()),
+        tf.data.Dataset.zip((SINGLE.map(lambda x, y: x), SINGLE.map(lambda x, y: y))),
+    ):
+        assert dp.poisson_batches(data, FEW).element_spec
+
+
 def test_examples_that_each_have_a_copy_are_named_wherever_the_copies_come_from():
     many, drawn = numbered(30), dp.PoissonSampling.for_batch_size(5, num_examples=60, steps=1)
     single = tf.data.Dataset.from_tensor_slices(many)
@@ -241,7 +257,6 @@ def test_examples_that_each_have_a_copy_are_named_wherever_the_copies_come_from(
         "generator": tf.data.Dataset.from_generator(
             twice, output_signature=tuple(tf.TensorSpec(a.shape[1:], a.dtype) for a in many)
         ),
-        "map": single.concatenate(single.map(lambda *e: e)),
         "function": single.flat_map(lambda *e: tf.data.Dataset.from_tensors(e).repeat(2)),
         "batches": single.batch(5).flat_map(
             lambda *e: tf.data.Dataset.from_tensor_slices(e).repeat(2)

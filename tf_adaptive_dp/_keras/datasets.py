@@ -155,19 +155,37 @@ def has_random_order(dataset: tf.data.Dataset) -> bool:
 def gives_copies(dataset: tf.data.Dataset) -> bool:
     """Whether a data set, or one that it transforms, gives its elements more than once.
 
-    It sees `repeat` and what is concatenated with itself, but not what happens within functions,
-    nor that windows overlap.
+    It sees `repeat` and data sets that are joined with themselves, but not what happens within
+    functions, nor that windows overlap.
     """
-    kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    kind, inputs = type(dataset).__name__, _elements_from(dataset)
+    if _joins_the_same(dataset):
+        return True
     if "Zip" in kind:
         # One value beside each element is no copy: `map` could have captured it. The windows of
         # `timeseries_dataset_from_array` get their positions this way.
         inputs = [d for d in inputs if not _repeats_one_value(d)] or inputs
     if "Repeat" in kind and int(dataset._count) != 1:
         return True
-    if "Concatenate" in kind and inputs[0] is inputs[1]:
-        return True
     return any(map(gives_copies, inputs))
+
+
+def _elements_from(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The data sets that the elements of a data set come from."""
+    inputs = input_datasets(dataset)
+    # The first one says which of the others is next.
+    return inputs[1:] if "DirectedInterleave" in type(dataset).__name__ else inputs
+
+
+def _joins_the_same(dataset: tf.data.Dataset) -> str | None:
+    """The method by which a data set joins others that hold the same examples, if it does."""
+    kind = type(dataset).__name__
+    pairs = list(itertools.permutations(_elements_from(dataset), 2))
+    if "Zip" in kind:
+        return "zip" if any(_is_out_of_step(a, b) for a, b in pairs) else None
+    if any(_has_all_of(a, b) for a, b in pairs):
+        return "concatenate" if "Concatenate" in kind else "sample_from_datasets"
+    return None
 
 
 def copies_in_batches(dataset: tf.data.Dataset) -> list[str]:
@@ -190,26 +208,21 @@ def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order:
       batched: the data set that makes batches of its elements; `None` if it holds batches.
       in_order: whether they come into the batches in this order, all of them.
     """
-    kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    kind, inputs = type(dataset).__name__, _elements_from(dataset)
     if batched is None:
         if "Batch" in kind and "Unbatch" not in kind:
             batched = dataset
     elif not _is_among(dataset, ("Cache", "Map", "Options", "Prefetch", "Repeat", "Take")):
         in_order = False
-    if "DirectedInterleave" in kind:
-        inputs = inputs[1:]  # the first one says which of the others is next
-    pairs = list(itertools.permutations(inputs, 2))
-    if "Zip" in kind:
-        found = ["zip"] if any(_is_out_of_step(a, b) for a, b in pairs) else []
-        # Values beside examples that come once are no copies of these.
-        parts = [_copies(d, batched, in_order) for d in inputs]
-        return found + min(parts, key=len)
-    found = []
-    if batched is not None and "Repeat" in kind and int(dataset._count) != 1:
+    found, joined = [], _joins_the_same(dataset)
+    if joined is not None and (batched is not None or joined == "zip"):
+        found.append(joined)
+    if "Repeat" in kind and int(dataset._count) != 1 and batched is not None:
         found += [] if in_order and _divides(batched, inputs[0]) else ["repeat"]
-    if batched is not None and any(_has_all_of(a, b) for a, b in pairs):
-        found.append("concatenate" if "Concatenate" in kind else "sample_from_datasets")
-    return found + [method for d in inputs for method in _copies(d, batched, in_order)]
+    parts = [_copies(d, batched, in_order) for d in inputs]
+    if "Zip" in kind:
+        return found + min(parts, key=len)  # no copies of examples that come once
+    return found + [method for part in parts for method in part]
 
 
 def _divides(batched: tf.data.Dataset, one_pass: tf.data.Dataset) -> bool:

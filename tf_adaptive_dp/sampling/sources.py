@@ -159,8 +159,9 @@ def read_examples(
         raise ValueError(
             f"`{name}` must give each example once: its copies would count as examples of others, "
             "so that epsilon would be far too small. Received: a `tf.data.Dataset` with a "
-            "`repeat`, or that is concatenated with itself. Leave that out; the number of epochs "
-            "says how often examples are used."
+            "`repeat`, or that is joined with itself, as it is or changed (`concatenate`, "
+            "`sample_from_datasets`, `zip`). Leave that out; the number of epochs says how often "
+            "examples are used."
         )
     examples = [preprocess(e) if preprocess else e for e in dataset.as_numpy_iterator()]
     if not examples:
