@@ -102,13 +102,18 @@ def test_batches_may_not_be_left_out_by_what_they_hold(way):
     assert model.optimizer.ledger.num_releases == trained
 
 
-def test_on_replicas_batches_may_not_be_left_out_either():
-    with catalogue.mirrored().scope():
+@pytest.mark.parametrize("divided", [False, True])
+def test_on_replicas_batches_may_not_be_left_out_either(divided):
+    """A data set that the user gave to the strategy was not looked at."""
+    strategy = catalogue.mirrored()
+    with strategy.scope():
         model = catalogue.compiled("DPSGD", expected_batch_size=8)
     batches = tf.data.Dataset.from_tensor_slices(catalogue.data()).batch(8, drop_remainder=True)
     chosen = batches.filter(lambda x, y: tf.reduce_sum(x) > 0)
+    if divided:
+        chosen = strategy.experimental_distribute_dataset(chosen)
     with pytest.raises(dp.NotPrivateError, match="`filter` after its examples were batched"):
-        model.fit(chosen, verbose=0)
+        model.fit(chosen, verbose=0, steps_per_epoch=2)
     assert not model.optimizer.ledger.num_releases
 
 

@@ -73,7 +73,7 @@ class RunningFit:
 
     Attributes:
       model: the one that it trains.
-      dataset: what it was given, if that is a `tf.data.Dataset`.
+      dataset: what it was given, if that is a `tf.data.Dataset`, or what a strategy divided.
       callbacks: all that it calls, or `None` before there are any.
       num_epochs: how many it was told to train, without those before `initial_epoch`.
     """
@@ -83,6 +83,8 @@ class RunningFit:
         self._variables = variables
         self.model: keras.Model = variables["self"]
         x, callbacks = variables.get("x"), variables.get("callbacks")
+        if isinstance(x, tf.distribute.DistributedDataset):
+            x = getattr(x, "_original_dataset", x)
         self.dataset = x if isinstance(x, tf.data.Dataset) else None
         is_list = isinstance(callbacks, keras.callbacks.CallbackList)
         self.callbacks: keras.callbacks.CallbackList | None = callbacks if is_list else None
