@@ -153,10 +153,44 @@ def test_accumulated_batches_end_with_a_pass_without_a_callback_too():
     arrays = catalogue.data()
     batches = tf.data.Dataset.from_tensor_slices(arrays).batch(8, drop_remainder=True)
     for data, size in ((arrays, {"batch_size": 8}), ((batches,), {})):
-        with pytest.raises(dp.NotPrivateError, match="4 batches in each epoch, gradient_acc.*=3"):
+        with pytest.raises(dp.NotPrivateError, match="4 batches in each pass, gradient_acc.*=3"):
             fit(data, epochs=2, **size)
         with pytest.warns(UserWarning, match="1 of 3 parts are held"):
             fit(data, **size)
     sampling = dp.PoissonSampling.for_batch_size(24, 32, steps=3)
     drawn = dp.poisson_batches(arrays, sampling, gradient_accumulation_steps=3)
     assert fit((drawn,), epochs=2, steps_per_epoch=4).ledger.num_releases == 2
+
+
+OVER_PASSES = {
+    "arrays, some steps": (lambda d: d, {"batch_size": 8, "steps_per_epoch": 3, "epochs": 2}),
+    "repeat": (lambda d: (batches_of(d).repeat(),), {"steps_per_epoch": 3, "epochs": 2}),
+    "several passes in an epoch": (lambda d: (batches_of(d).repeat(2).prefetch(1),), {}),
+}
+
+
+def batches_of(arrays):
+    examples = tf.data.Dataset.from_tensor_slices(arrays).shuffle(len(arrays[1]))
+    return examples.batch(8, drop_remainder=True)
+
+
+@pytest.mark.parametrize("name", OVER_PASSES)
+def test_accumulated_batches_end_with_a_pass_wherever_epochs_end(name):
+    """An example was in two parts of one release, and moved the sum by 2C."""
+    data, kwargs = OVER_PASSES[name]
+    model = catalogue.compiled(gradient_accumulation_steps=3, expected_batch_size=24.0)
+    with pytest.raises(dp.NotPrivateError, match="4 batches in each pass, gradient_acc.*=3"):
+        model.fit(*data(catalogue.data()), verbose=0, **kwargs)
+    assert not model.optimizer.ledger.num_releases
+    whole = data(catalogue.data(24))  # three batches in each pass
+    model = catalogue.compiled(gradient_accumulation_steps=3, expected_batch_size=24.0)
+    model.fit(*whole, verbose=0, **kwargs)
+    assert model.optimizer.ledger.num_releases == 2
+    with pytest.raises(dp.NotPrivateError, match="4 batches in each pass"):  # traced before
+        model.fit(*data(catalogue.data()), verbose=0, **kwargs)
+
+
+def test_a_part_of_one_pass_may_be_accumulated():
+    model = catalogue.compiled(gradient_accumulation_steps=3, expected_batch_size=24.0)
+    model.fit(*catalogue.data(40), batch_size=8, steps_per_epoch=3, verbose=0)
+    assert model.optimizer.ledger.num_releases == 1

@@ -91,14 +91,25 @@ class RunningFit:
         self.num_epochs: int = variables["epochs"] - variables["initial_epoch"]
 
     def batches_of_passes(self) -> int | None:
-        """How many batches each epoch has, if each is a pass over the data.
+        """How many batches a pass over the data has, if it trains on more than one pass.
 
         Returns:
-          `None` if there is one epoch only, or if it is unknown how many there are in a pass.
+          `None` within one pass, or if the number is unknown.
         """
-        if self.num_epochs < 2 or self._variables["steps_per_epoch"] is not None:
-            return None
-        return (getattr(self.callbacks, "params", None) or {}).get("steps")
+        steps = self._variables["steps_per_epoch"]
+        of_epoch = (getattr(self.callbacks, "params", None) or {}).get("steps")
+        if self.dataset is None:
+            of_pass = _number_in(self._variables)
+        else:
+            of_pass = datasets.batches_of_a_pass(self.dataset)
+            if steps is None:
+                with tf.init_scope():  # a step may be traced now
+                    whole = int(self.dataset.cardinality())
+                of_epoch = whole if whole > 0 else of_epoch
+        if of_pass is None and steps is None:
+            of_pass = of_epoch  # Keras reads the data once in each epoch
+        drawn = steps or of_epoch
+        return of_pass if of_pass and drawn and drawn * self.num_epochs > of_pass else None
 
     def sizes_of_batches(self) -> tuple[int, int] | None:
         """The size of the batches, and that of the last one if it differs.
@@ -162,6 +173,15 @@ def running_fit(
         if found["self"].optimizer is optimizer:
             return RunningFit(found)
     return None
+
+
+def _number_in(variables: Mapping[str, Any]) -> int | None:
+    """How many batches Keras makes of the data of a `fit` in one pass; `None` if it is unknown."""
+    if GENERATION == 3:
+        data = getattr(variables.get("epoch_iterator"), "data_adapter", None)
+        return getattr(data, "num_batches", None)
+    data = getattr(variables.get("data_handler"), "_adapter", None)
+    return None if data is None else data.get_size()
 
 
 def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -61,6 +61,19 @@ def sizes_of_batches(
     return int(size), int(num_examples % size)
 
 
+def batches_of_a_pass(dataset: tf.data.Dataset) -> int | None:
+    """How many batches there are before a data set of batches repeats; `None` if it is unknown."""
+    with tf.init_scope():  # a step may be traced now
+        number = int(dataset.cardinality())
+    while _is_among(dataset, _LEAVES_BATCHES):
+        repeats = "Repeat" in type(dataset).__name__
+        (dataset,) = input_datasets(dataset)
+        if repeats:
+            with tf.init_scope():
+                number = int(dataset.cardinality())
+    return number if number > 0 else None
+
+
 def num_examples(dataset: tf.data.Dataset) -> int | None:
     """How many examples there are that `batch` makes batches of.
 

@@ -14,7 +14,11 @@ from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
 from tf_adaptive_dp.optimizers.fit_warnings import warn_of_uncovered
-from tf_adaptive_dp.optimizers.refusals import over_two_passes, refuse_chosen_batches
+from tf_adaptive_dp.optimizers.refusals import (
+    over_two_passes,
+    refuse_batches_over_two_passes,
+    refuse_chosen_batches,
+)
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
@@ -66,8 +70,9 @@ class PrivateCallback(tf.keras.callbacks.Callback):
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
-          NotPrivateError: if the data set of `fit` leaves out batches by what they hold, or if the
-            step of the model was built with another optimizer.
+          NotPrivateError: if the data set of `fit` leaves out batches by what they hold, if
+            accumulated batches reach from one pass into the next, or if the step of the model was
+            built with another optimizer.
         """
         refuse_step_of_another(self.model, self.optimizer)
         beside = callbacks_beside(self)
@@ -77,6 +82,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         fit = running_fit(self.optimizer)
         if fit is not None:  # a second one traces no step, which would do so
             refuse_chosen_batches(fit.dataset)
+            refuse_batches_over_two_passes(self.optimizer, fit)
         warn_of_uncovered(self.model, self.optimizer, beside)
 
 

@@ -19,7 +19,10 @@ from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_releases_since
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.replicas import num_replicas
-from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
+from tf_adaptive_dp.optimizers.refusals import (
+    refuse_batches_over_two_passes,
+    refuse_chosen_batches,
+)
 from tf_adaptive_dp.sampling.datasets import is_drawn
 
 _UNFINISHED = (
@@ -135,13 +138,14 @@ def check_finished_fit(optimizer: Any) -> None:
       optimizer: that of the model that was trained.
 
     Raises:
-      NotPrivateError: if the data set left out batches by what they hold, or if another optimizer
-        trained the model.
+      NotPrivateError: if the data set left out batches by what they hold, if accumulated batches
+        reached from one pass into the next, or if another optimizer trained the model.
     """
     fit = running_fit(optimizer)
     if fit is None:
         return
     refuse_chosen_batches(fit.dataset)
+    refuse_batches_over_two_passes(optimizer, fit)
     refuse_step_of_another(fit.model, optimizer)
     _refuse_idle(optimizer, fit)
     note_num_examples(optimizer, fit)

@@ -131,18 +131,16 @@ def refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:
     """
     parts, passes = optimizer.parts_per_batch, fit.batches_of_passes()
     if passes is not None and passes % parts and not is_drawn(fit.dataset):
-        raise over_two_passes(
-            f"{passes} batches in each epoch, gradient_accumulation_steps={parts}"
-        )
+        raise over_two_passes(f"{passes} batches in each pass, gradient_accumulation_steps={parts}")
 
 
 def over_two_passes(received: str) -> NotPrivateError:
     """What is raised of an accumulated batch that reaches from one pass into the next."""
     return NotPrivateError(
         "An accumulated batch must not reach from one pass over the data into the next, where an "
-        "example could join it twice. Make the number of batches of an epoch a multiple of "
-        "`gradient_accumulation_steps` (`batch_size`, `steps_per_epoch`, `drop_remainder`), or "
-        f"draw batches with a sampling of tf_adaptive_dp. Received: {received}"
+        "example could join it twice. Make the number of batches of a pass a multiple of "
+        "`gradient_accumulation_steps` (`batch_size`, `drop_remainder`, `take` before `repeat`), "
+        f"or draw batches with a sampling of tf_adaptive_dp. Received: {received}"
     )
 
 
