@@ -165,6 +165,7 @@ def test_accumulated_batches_end_with_a_pass_without_a_callback_too():
 OVER_PASSES = {
     "arrays, some steps": (lambda d: d, {"batch_size": 8, "steps_per_epoch": 3, "epochs": 2}),
     "repeat": (lambda d: (batches_of(d).repeat(),), {"steps_per_epoch": 3, "epochs": 2}),
+    "a part of a repetition": (lambda d: (batches_of(d).repeat().take(6),), {}),
     "several passes in an epoch": (lambda d: (batches_of(d).repeat(2).prefetch(1),), {}),
 }
 

@@ -63,14 +63,13 @@ def sizes_of_batches(
 
 def batches_of_a_pass(dataset: tf.data.Dataset) -> int | None:
     """How many batches there are before a data set of batches repeats; `None` if it is unknown."""
-    with tf.init_scope():  # a step may be traced now
-        number = int(dataset.cardinality())
-    while _is_among(dataset, _LEAVES_BATCHES):
-        repeats = "Repeat" in type(dataset).__name__
+    one_pass = dataset
+    while len(input_datasets(dataset)) == 1 and not hasattr(dataset, "_batch_size"):
+        repeats = "Repeat" in type(dataset).__name__ and int(dataset._count) != 1
         (dataset,) = input_datasets(dataset)
-        if repeats:
-            with tf.init_scope():
-                number = int(dataset.cardinality())
+        one_pass = dataset if repeats else one_pass
+    with tf.init_scope():  # a step may be traced now
+        number = int(one_pass.cardinality())
     return number if number > 0 else None
 
 
