@@ -303,6 +303,21 @@ def test_a_map_of_batches_may_not_mix_their_rows(way):
         assert not model.optimizer.ledger.num_releases
 
 
+def test_examples_may_not_be_mixed_in_batches_that_are_taken_apart_again():
+    batches = Dataset.from_tensor_slices(catalogue.data()).batch(8)
+    sampling = dp.PoissonSampling.for_batch_size(4, 32, steps=3)
+    mixed = batches.map(MAPS_THAT_MIX["Mean"]).unbatch()
+    with pytest.raises(dp.NotPrivateError, match="`map` of batches .*Mean"):
+        dp.poisson_batches(mixed, sampling)
+    model = catalogue.compiled("DPSGD", expected_batch_size=4)
+    with pytest.raises(dp.NotPrivateError, match="`map` of batches .*Mean"):
+        model.fit(mixed.shuffle(9).batch(4), verbose=0)
+    alone = batches.map(changed).unbatch().map(lambda x, y: (x - tf.reduce_mean(x), y))
+    assert dp.poisson_batches(alone, sampling).element_spec
+    model.fit(alone.batch(4).take(1), verbose=0)
+    assert model.optimizer.ledger.num_releases == 1
+
+
 def test_a_map_of_batches_may_not_pad_to_the_longest_example():
     batches = of_many_lengths().ragged_batch(4).map(lambda x, y: (x.to_tensor()[:, 0], y))
     model = catalogue.compiled("DPSGD", expected_batch_size=4)

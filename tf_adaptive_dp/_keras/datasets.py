@@ -20,8 +20,6 @@ _LEAVES_ROWS = ("Cache", "Options", "Prefetch", "Repeat", "Shuffle")
 _LEAVES_BATCHES = (*_LEAVES_ROWS, "Map")
 # What changes examples, or puts them into batches, but leaves none out.
 _LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
-# What makes elements of several others, or several of one.
-_NEW_ELEMENTS = ("Batch", "Unbatch", "GroupBy", "Window", "FlatMap", "Interleave")
 # The methods that may leave out elements, by the names of their data sets.
 _CHOICES = {
     "Filter": "filter",
@@ -251,25 +249,41 @@ def _is_out_of_step(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
 
 
 def maps_of_batches(
-    dataset: tf.data.Dataset, until: Callable[[tf.data.Dataset], bool]
+    dataset: tf.data.Dataset, batched: bool, until: Callable[[tf.data.Dataset], bool]
 ) -> list[tuple[list[tf.Tensor], list[tf.Tensor]]]:
-    """What the functions of `map` take and return that change batches.
+    """What the functions of `map` take and return that change batches, before `unbatch` too.
 
     Args:
-      dataset: of batches.
-      until: says of a data set that its batches are to be left as they are.
+      dataset: any.
+      batched: whether its elements are batches.
+      until: says of a data set that its elements are to be left as they are.
 
     Returns:
       For each function, the parts of a batch and of its result, of a graph of its own.
     """
-    kind, inputs = type(dataset).__name__, input_datasets(dataset)
-    if until(dataset) or any(name in kind for name in _NEW_ELEMENTS):
+    if until(dataset):
         return []
-    found: list[tuple[list[tf.Tensor], list[tf.Tensor]]] = []
-    if _is_among(dataset, ["Map"]):
+    inputs, found = _elements_from(dataset), []
+    if _makes_new_elements(dataset):
+        batched = "Unbatch" in type(dataset).__name__ and _holds_batches(inputs[0])
+    elif batched and _is_among(dataset, ["Map"]):
         graph = dataset._map_func.function.graph
         found.append((graph.inputs[: len(inputs[0]._flat_types)], graph.outputs))
-    return found + [function for d in inputs for function in maps_of_batches(d, until)]
+    return found + [f for d in inputs for f in maps_of_batches(d, batched, until)]
+
+
+def _makes_new_elements(dataset: tf.data.Dataset) -> bool:
+    """Whether elements are made of several others, or several of one."""
+    kind = type(dataset).__name__
+    new = ("Batch", "Unbatch", "GroupBy", "Window", "FlatMap", "Interleave")
+    return any(name in kind for name in new) and "DirectedInterleave" not in kind
+
+
+def _holds_batches(dataset: tf.data.Dataset) -> bool:
+    """Whether `batch` made the elements of a data set, or what they were before a `map`."""
+    while not _makes_new_elements(dataset) and len(input_datasets(dataset)) == 1:
+        (dataset,) = input_datasets(dataset)
+    return "Batch" in type(dataset).__name__
 
 
 def _repeats_one_value(dataset: tf.data.Dataset) -> bool:

@@ -11,17 +11,16 @@ from tf_adaptive_dp._keras.callers import RunningFit
 from tf_adaptive_dp._keras.datasets import (
     choices_of_batches,
     copies_in_batches,
-    maps_of_batches,
 )
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, mixed_rows
+from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
-from tf_adaptive_dp.sampling.datasets import is_draw, is_drawn
+from tf_adaptive_dp.sampling.datasets import is_drawn
 from tf_adaptive_dp.sampling.sources import refuse_ties
 from tf_adaptive_dp.side_information.provenance import uncounted_events
 
@@ -106,21 +105,12 @@ def refuse_chosen_batches(data: tf.data.Dataset | None) -> None:
                 "release like any other, and padding does no harm. Filter examples before they "
                 "are batched."
             )
-    refuse_ties(data)
+    refuse_ties(data, batched=True)
     for method in copies_in_batches(data):
         raise NotPrivateError(
             "No batch may hold an example several times: it would move the sum by as many times "
             f"C. Received: a `tf.data.Dataset` {_COPIES[method]}"
         )
-    for batch, results in maps_of_batches(data, until=is_draw):
-        mixed = mixed_rows(batch, results)
-        if mixed is not None:
-            raise NotPrivateError(
-                "Each row of a batch must be made of one example alone, and each example must be "
-                "in one row: clipping bounds rows. Received: a `tf.data.Dataset` with a `map` of "
-                f"batches whose operation {mixed.op.name} ({mixed.op.type}) {mixed.why}. Leave it "
-                "out, or change each example on its own: `map` before `batch`."
-            )
 
 
 def refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:

@@ -31,6 +31,7 @@ from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 from tf_adaptive_dp.sampling.sources import (
     Arrays,
     Records,
+    is_draw,
     open_source,
     refuse_shuffled,
     warn_of_copies,
@@ -241,11 +242,6 @@ def is_repeatable(data: Any) -> bool:
 def is_drawn(data: Any) -> bool:
     """Whether a sampling of the library drew the batches of a data set."""
     return next(_drawn_by_samplings(data), None) is not None
-
-
-def is_draw(data: Any) -> bool:
-    """Whether a data set is what a sampling of the library returned."""
-    return hasattr(data, "is_repeatable")
 
 
 def _drawn_by_samplings(data: Any) -> Iterator[Any]:

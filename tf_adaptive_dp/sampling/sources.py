@@ -19,10 +19,12 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.datasets import (
     gives_copies,
     has_random_order,
+    maps_of_batches,
     ties_between_examples,
 )
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.analysis import mixed_rows
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 SINGLE_EXAMPLES = (
@@ -117,16 +119,34 @@ def refuse_shuffled(data: Any) -> None:
         )
 
 
-def refuse_ties(dataset: tf.data.Dataset) -> None:
+def is_draw(data: Any) -> bool:
+    """Whether a data set is what a sampling of the library returned."""
+    return hasattr(data, "is_repeatable")
+
+
+def refuse_ties(dataset: tf.data.Dataset, batched: bool) -> None:
     """Raises NotPrivateError for a data set in which an example changes what becomes of others.
 
     One more example could then change all that is drawn, however its own gradient is clipped.
+
+    Args:
+      dataset: of examples or batches.
+      batched: whether its elements are batches.
     """
     for method in ties_between_examples(dataset):
         raise NotPrivateError(
             "No example may change what becomes of the others: clipping bounds what it adds itself "
             f"and nothing else. Received: a `tf.data.Dataset` with `{method}`, {_TIES[method]}"
         )
+    for batch, results in maps_of_batches(dataset, batched, until=is_draw):
+        mixed = mixed_rows(batch, results)
+        if mixed is not None:
+            raise NotPrivateError(
+                "Each row of a batch must be made of one example alone, and each example must be "
+                "in one row: clipping bounds rows. Received: a `tf.data.Dataset` with a `map` of "
+                f"batches whose operation {mixed.op.name} ({mixed.op.type}) {mixed.why}. Leave it "
+                "out, or change each example on its own: `map` before `batch`."
+            )
 
 
 def read_examples(
@@ -149,7 +169,7 @@ def read_examples(
         (x, y, sample_weight), or their shapes differ.
       NotPrivateError: if an example may change what becomes of others.
     """
-    refuse_ties(dataset)
+    refuse_ties(dataset, batched=False)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"`{name}` must be finite: Poisson sampling draws from all examples. Received: a "
