@@ -334,6 +334,10 @@ def test_a_map_of_batches_may_change_each_row_alone():
         "noise": lambda x, y: (x + tf.random.normal(tf.shape(x)), y),
         "weights": lambda x, y: (x, y, tf.gather(tf.constant([1.0, 0.5, 0.2]), y)),
         "a loop over rows": lambda x, y: (tf.map_fn(lambda e: e + tf.random.uniform([]), x), y),
+        "a block": lambda x, y: (
+            tf.ensure_shape(tf.image.random_crop(x, [tf.shape(x)[0], 6]), x.shape),
+            y,
+        ),
         "a choice": lambda x, y: (tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x), y),
         "another shape": lambda x, y: (tf.reshape(tf.reshape(x, [-1, 2, 3]), [-1, 6]), y),
         "unknown shapes": lambda x, y: (

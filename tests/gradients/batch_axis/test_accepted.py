@@ -71,6 +71,15 @@ def test_layers(name, mode):
     check(network(hidden, zoo.floats(4, *shape), before=not random), mode, compare=not random)
 
 
+def test_the_same_block_of_each_example(mode):
+    """`tf.image.random_crop` draws where the block begins on the batch axis, too: at 0."""
+
+    def crop(x):
+        return tf.ensure_shape(tf.image.random_crop(x, [tf.shape(x)[0], 2, 3]), [None, 2, 3])
+
+    check(network(layers.Lambda(crop, output_shape=(2, 3)), zoo.floats(4, 4, 4)), mode, False)
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(apart.PREPROCESSING))
 def test_layers_of_integers(name, mode):

@@ -188,7 +188,9 @@ def slice_(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     begin, size = (batch_axes.entries(t)[layout.axis] for t in op.inputs[1:])
     given = static_value(op.inputs[2])
     to_end = given is not None and given[layout.axis] == -1
-    if begin != Size(0) or not (to_end or size == batch_axes.size(tensor, layout.axis)):
+    # A block as long as the batch is the whole batch, wherever it is said to begin.
+    whole = size == batch_axes.size(tensor, layout.axis)
+    if not (whole or (to_end and begin == Size(0))):
         return CrossExample(op, "takes some examples of the batch")
     return layout
 
