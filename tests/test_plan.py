@@ -21,6 +21,7 @@ from tf_adaptive_dp._keras import tracebacks
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
+from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.statement import LargeDeltaWarning
@@ -564,6 +565,80 @@ def test_layers_may_be_thawed_after_some_epochs_of_a_plan():
     assert model.optimizer.ledger.segments == [(1.0, 8.0, 16)]
     assert "16 noisy gradients" in plan.statement()
     assert not all(map(np.array_equal, model.layers[0].get_weights(), frozen))
+
+
+def thawed(model):
+    """Recompiled with a copy of its optimizer, as for the second of two phases."""
+    first = model.optimizer
+    model.layers[0].trainable = True
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(type(first).from_config(first.get_config()), loss)
+    return model
+
+
+def test_a_phase_that_was_trained_outside_of_the_plan_is_no_part_of_its_statement():
+    """The statement was that of the first phase, and called proven."""
+    plan = planned()
+    model = model_of(plan)
+    model.layers[0].trainable = False
+    plan.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    thawed(model)
+    assert "8 noisy gradients" in plan.statement()  # nothing was trained since
+    model.fit(X, Y, batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="trained outside the plan.*16 releases instead of 8"):
+        plan.statement()
+
+
+def test_training_without_noise_after_the_plan_is_warned_of(recwarn):
+    plan = planned()
+    model = model_of(plan)
+    plan.fit(model, X, Y, verbose=0)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    model.evaluate(X, Y, verbose=0)
+    recwarn.clear()
+    plan.statement()
+    assert not recwarn.list
+    model.fit(X, Y, verbose=0)
+    with pytest.warns(UserWarning, match="adds no noise.*SGD after DPSGD"):
+        plan.statement()
+
+
+@pytest.mark.filterwarnings("ignore:.*made by a plan")
+def test_a_plan_does_not_take_batches_of_others_for_its_draws_in_a_second_phase():
+    """A copy of the optimizer did not know how the batches before it were drawn."""
+    plan = planned(epochs=3)
+    model = model_of(plan)
+    model.layers[0].trainable = False
+    plan.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    thawed(model)
+    with pytest.raises(NotPrivateError, match="8 of .* batches reached the optimizer without"):
+        plan.fit(model, X, Y, verbose=0)
+    with pytest.raises(NotPrivateError, match="without the sample weights"):
+        plan.statement()
+
+
+def test_a_second_phase_does_not_go_on_after_batches_without_room_for_padding():
+    plan = planned()
+    model = model_of(plan)
+    model.layers[0].trainable = False
+    model.fit(X, Y, sample_weight=np.ones(N), batch_size=8, verbose=0)
+    thawed(model)
+    with pytest.raises(BudgetExceededError, match="epsilon=infinity"):
+        plan.fit(model, X, Y, verbose=0)
+
+
+def test_a_copy_knows_the_room_of_the_batches_before_it():
+    """The first phase had less room, and so more truncation, than epsilon was told."""
+    plan = planned()
+    model = model_of(plan)
+    plan.fit(model, X, Y, verbose=0)
+    longer = planned(epochs=40)
+    assert longer.sampling.rows > plan.sampling.rows
+    thawed(model)
+    longer.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    drawn = longer.sampling.as_drawn(model.optimizer)
+    assert drawn.max_batch_size == plan.sampling.max_batch_size
 
 
 def test_metrics_leave_padding_out():

@@ -175,7 +175,30 @@ class PlannedTraining:
                 f"{_OUTSIDE} Received: {released} releases, of which the plan made at most "
                 f"{self._plan.steps}"
             )
+        self._refuse_later_optimizer(self._optimizer)
         return self._optimizer
+
+    def _refuse_later_optimizer(self, own: Any) -> None:
+        """Raises, or warns, if the model was compiled with another optimizer and trained with it.
+
+        Args:
+          own: the optimizer that the plan trained the model with.
+        """
+        later = getattr(self.model, "optimizer", None)
+        if later is None or later is own or not int(tf.convert_to_tensor(later.iterations)):
+            return
+        if not has_ledger(later):
+            warnings.warn(
+                "The model was trained further by an optimizer that adds no noise. This statement "
+                "does not hold for the model as it is if that was on the same examples. Received: "
+                f"{type(later).__name__} after {type(own).__name__}",
+                stacklevel=level_of_caller(),
+            )
+        elif later.ledger.segments != own.ledger.segments:  # else it is a copy, with its state
+            raise ValueError(
+                f"{_OUTSIDE} Received: another optimizer than that of `plan.fit`, with "
+                f"{later.ledger.num_releases} releases instead of {own.ledger.num_releases}"
+            )
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -24,9 +24,11 @@ def counted(number: int, one: str, several: str | None = None) -> str:
 def format_epsilon(epsilon: float) -> str:
     """ε with four decimals, rounded up.
 
-    >>> format_epsilon(0.53832)
-    '0.5384'
+    >>> format_epsilon(0.53832), format_epsilon(math.inf)
+    ('0.5384', 'infinity')
     """
+    if math.isinf(epsilon):
+        return "infinity"
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
 
 

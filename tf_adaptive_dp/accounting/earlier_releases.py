@@ -70,7 +70,7 @@ _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
 
 def warn_of_earlier_releases(
     variables: Sequence[tf.Variable], ledger: Ledger, read: Iterable[Hashable] = ()
-) -> None:
+) -> list[Ledger]:
     """Warns if variables were trained by releases that this ledger lacks.
 
     This happens after `model.compile` with a new optimizer, for example. It only warns and copies
@@ -90,6 +90,9 @@ def warn_of_earlier_releases(
       variables: the variables to train.
       ledger: the ledger that counts their training from now on. Restore it first.
       read: the handles that the loss reads, as `frames.Frame.handles` names them.
+
+    Returns:
+      The ledgers whose releases this one took over.
     """
     earlier: dict[int, _Noted] = {}
     is_new = False  # the ledger for one of the variables
@@ -135,6 +138,7 @@ def warn_of_earlier_releases(
     if untold:
         _told(ledger).ledgers.update(untold)
         _warn(ledger, untold)
+    return [earlier[key].ledger for key in taken_over]
 
 
 def warn_of_releases_since(variables: Sequence[tf.Variable], ledger: Ledger) -> None:

@@ -204,6 +204,8 @@ class Ledger:
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
+      batches: what this process knows about the batches of its releases, for a ledger that takes
+        these over; the `GaussianMechanism` sets it.
     """
 
     MAX_SEGMENTS = 64
@@ -243,6 +245,7 @@ class Ledger:
             # Not saved: see `_Watermark`.
             self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
+        self.batches: Any = None
         self._fewest_noted: int | None = None  # in this process, whatever was loaded since
         self._chosen_by_search = False
         self._other_events: tuple[dp_accounting.DpEvent, ...] = ()

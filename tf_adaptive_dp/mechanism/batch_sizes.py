@@ -126,6 +126,20 @@ class BatchSizes:
         """The size of the first batch, all its parts together; 0 before it."""
         return float(int(self._first.numpy()) * self._parts)
 
+    def continue_after(self, other: BatchSizes) -> None:
+        """Takes over the public size of the first batch, if that is no divisor here.
+
+        Of two samplings the one with less room counts for all batches; see `as_drawn`.
+
+        Args:
+          other: the sizes of an optimizer that this one continues.
+        """
+        alike = (self._rows_per_unit, self._parts) == (other._rows_per_unit, other._parts)
+        size = int(other._first.numpy())
+        if alike and size and self.expected is not None and self._num_microbatches is None:
+            own = int(self._first.numpy())
+            self._first.assign(min(own, size) if own else size)
+
     def units(self, rows: Any) -> Any:
         """How many examples, or users, these rows are."""
         return rows // self._rows_per_unit

@@ -251,6 +251,7 @@ class SeenDraws:
             whose steps are traced but never run would displace others.
         """
         self._entries: tf.Variable | None = None
+        self._before = Seen(0, 0)
         self._ledger, self._is_remembered = ledger, is_remembered
 
     def _created(self) -> tf.Variable:
@@ -262,7 +263,7 @@ class SeenDraws:
                     entries, following = _joined(_OF_PROCESS if goes_on else ())
                     self._releases = tf.Variable(following, dtype=tf.int64, trainable=False)
                     self._parts = tf.Variable(_NO_PARTS, trainable=False)
-                    self._seen = tf.Variable(np.zeros(2, np.int64), trainable=False)
+                    self._seen = tf.Variable(np.array(self._before, np.int64), trainable=False)
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
                 self._ledger = None  # outlives the optimizer otherwise
                 if self._is_remembered:
@@ -279,7 +280,13 @@ class SeenDraws:
 
     def counts(self) -> Seen:
         """How many batches were added, and how many of them had marks."""
-        return Seen(0, 0) if self._entries is None else Seen(*self._seen.numpy().tolist())
+        return self._before if self._entries is None else Seen(*self._seen.numpy().tolist())
+
+    def add_counts(self, seen: Seen) -> None:
+        """Adds batches of another optimizer, which this one continues, to the counts."""
+        self._before = Seen(*(a + b for a, b in zip(self.counts(), seen)))
+        if self._entries is not None:
+            self._seen.assign(self._before)
 
     def drop_parts(self) -> None:
         """Forgets the parts of a batch that was not released, so that they may come again."""

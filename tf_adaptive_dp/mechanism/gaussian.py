@@ -7,7 +7,8 @@ a step that fails later is still counted; a step that fails on its data before t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple
 
 import tensorflow as tf
@@ -108,7 +109,6 @@ class GaussianMechanism:
       statistics: `GradientStatistics`, not private.
       generator: draws the noise: a `GaussianNoise`, a `SecureNoise` with `secure_noise=True`, or
         the `CorrelatedNoise` of a strategy.
-      seen: the `SeenDraws`, with which batches are compared.
       sizes: the `BatchSizes`, with the public divisor.
       histograms: the `Histograms` of the first batches, which an optimizer may set before its first
         step; or `None`.
@@ -165,7 +165,7 @@ class GaussianMechanism:
         self.accumulator = Accumulator(steps) if steps > 1 else None
         strategy = get_strategy(noise)
         self.ledger = Ledger(add_variable, strategy, examples_per_user)
-        self.seen = SeenDraws(self.ledger)
+        self._taken_over: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self.generator = _generator(
             checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
         )
@@ -178,6 +178,33 @@ class GaussianMechanism:
         self.sizes = BatchSizes(
             expected_batch_size, num_microbatches, examples_per_user, steps, add_variable
         )
+        self.seen = SeenDraws(self.ledger)
+
+    @property
+    def seen(self) -> SeenDraws:
+        """The numbers of released batches, with which batches are compared."""
+        return self._seen
+
+    @seen.setter
+    def seen(self, seen: SeenDraws) -> None:
+        self._seen = seen
+        self.ledger.batches = seen, self.sizes
+
+    def continue_after(self, ledgers: Iterable[Ledger]) -> None:
+        """Takes over what this process knows about the batches of releases that were taken over.
+
+        Otherwise a copy of an optimizer would not know how the batches before it were drawn.
+
+        Args:
+          ledgers: those whose releases this ledger holds.
+        """
+        for ledger in ledgers:
+            if ledger.batches is not None and ledger not in self._taken_over:
+                self._taken_over.add(ledger)
+                seen, sizes = ledger.batches
+                if seen is not self._seen:
+                    self._seen.add_counts(seen.counts())
+                self.sizes.continue_after(sizes)
 
     def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
         """Raises ValueError for settings whose releases have parts without correlated noise."""

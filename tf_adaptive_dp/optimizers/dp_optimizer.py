@@ -497,7 +497,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         with _one_at_a_time(), uncounted_variables():
             self.build(variables)
             if tf.executing_eagerly() and not self._only_inspects:
-                warn_of_earlier_releases([native(v) for v in variables], self.ledger, read)
+                own = [native(v) for v in variables]
+                self._mechanism.continue_after(warn_of_earlier_releases(own, self.ledger, read))
 
     def is_between_steps(self) -> bool:
         """Whether side information may change now: not between the minibatches of one step."""
