@@ -121,8 +121,6 @@ class PlannedTraining:
         self._normalization: PrivateNormalization | None = None
         self._normalized: tuple[tuple, bytes] | None = None  # see `_compare_inputs`
         self._is_adapted = False
-        # The releases of statistics behind each optimizer's gradients so far, by their numbers.
-        self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._made: weakref.WeakSet = weakref.WeakSet()  # optimizers that the plan made
         self._warned_of_second_model = False
 
@@ -139,11 +137,11 @@ class PlannedTraining:
             "_rows": self.history if is_kept else [],
             # The optimizer comes with the model, which Keras knows how to copy, and the callback
             # holds files.
-            **dict.fromkeys(("_optimizer", "_history", "_statistics", "_made", "_normalized")),
+            **dict.fromkeys(("_optimizer", "_history", "_made", "_normalized")),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _statistics=weakref.WeakKeyDictionary(), _made=weakref.WeakSet())
+        vars(self).update(state, _made=weakref.WeakSet())
         self._optimizer = getattr(self.model, "optimizer", None)
 
     def note_optimizer(self, optimizer: Any) -> None:
@@ -325,16 +323,18 @@ class PlannedTraining:
                 fingerprint=self._fingerprint(source),
                 keeps_keys=not self._plan.noise.is_independent,
             )
+        recorded = model.optimizer.ledger.num_recorded_here
         try:
             if run is not None:
                 run.log.require_run_of(model.optimizer)
                 self._keep_normalizations(run, normalizations, model)
-            seen = self._statistics.setdefault(model.optimizer, {})
-            for layer in normalizations:
-                seen.update(layer.releases)
             self._warn_of_second_model(model)
             return self._fit(model, source, run, directory, callbacks, fit_arguments)
         finally:
+            # Not before its first step, in which a copy learns what it was trained behind.
+            if model.optimizer.ledger.num_recorded_here > recorded:
+                for layer in normalizations:
+                    model.optimizer.ledger.statistics.update(layer.releases)
             if run is not None:
                 run.close()
 
@@ -496,7 +496,7 @@ class PlannedTraining:
         layers = normalizations_in(model)
         own = [] if self._normalization is None else [self._normalization]
         all_layers = own + [layer for layer in layers if layer is not self._normalization]
-        known: dict[int, dp_accounting.DpEvent] = self._statistics.get(model.optimizer, {})
+        known = model.optimizer.ledger.statistics
         unpaid = first_unpaid(all_layers, model.optimizer, self._plan.other_events, known)
         if unpaid is not None:
             raise ValueError(

@@ -115,6 +115,33 @@ def test_the_statistics_behind_an_optimizer_are_not_forgotten_for_another():
         fit(normalized(), dense, one)
 
 
+@pytest.mark.parametrize("by_plan", [True, False])
+def test_a_copy_of_an_optimizer_does_not_pay_for_other_statistics_with_the_same_event(by_plan):
+    """In a second phase the event of the first statistics paid for the second, too."""
+    x, y = data()
+    plan = planned(normalize_inputs=False, other_events=[dp_accounting.GaussianDpEvent(20.0)])
+
+    def fit(layer, dense, optimizer):
+        model = keras.Sequential([keras.Input([6]), layer, dense])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        if by_plan:
+            stop = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda *_: setattr(model, "stop_training", True)
+            )
+            plan.fit(model, x, y, verbose=0, callbacks=[stop])
+        else:
+            model.fit(x, y, batch_size=200, verbose=0)
+
+    layer, dense = adapted(x, noise_multiplier=20.0), keras.layers.Dense(2)
+    first = dp.DPSGD(1.0, plan.noise_multiplier, expected_batch_size=200, learning_rate=0.1)
+    first.ledger.other_events = plan.other_events
+    fit(layer, dense, first)
+    other = adapted(x, noise_multiplier=20.0)
+    with pytest.raises(dp.NotPrivateError, match="release is not in the optimizer's ledger"):
+        fit(other, dense, type(first).from_config(first.get_config()))
+    fit(layer, dense, type(first).from_config(first.get_config()))
+
+
 def test_training_in_raw_units_by_the_plan(tmp_path):
     x, y = data()
     plan = planned(epochs=4)

@@ -206,6 +206,8 @@ class Ledger:
       restorations: how often `restore` replaced the record; not saved.
       batches: what this process knows about the batches of its releases, for a ledger that takes
         these over; the `GaussianMechanism` sets it.
+      statistics: the events of released statistics behind its gradients, by their numbers, as far
+        as this process knows; see `normalization.payment`.
     """
 
     MAX_SEGMENTS = 64
@@ -246,6 +248,7 @@ class Ledger:
             self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
         self.batches: Any = None
+        self.statistics: dict[int, dp_accounting.DpEvent] = {}
         self._fewest_noted: int | None = None  # in this process, whatever was loaded since
         self._chosen_by_search = False
         self._other_events: tuple[dp_accounting.DpEvent, ...] = ()

@@ -191,9 +191,10 @@ class GaussianMechanism:
         self.ledger.batches = seen, self.sizes
 
     def continue_after(self, ledgers: Iterable[Ledger]) -> None:
-        """Takes over what this process knows about the batches of releases that were taken over.
+        """Takes over what this process knows about releases that the ledger took over.
 
-        Otherwise a copy of an optimizer would not know how the batches before it were drawn.
+        Otherwise a copy of an optimizer would not know how the batches before it were drawn, nor
+        behind which statistics it trained.
 
         Args:
           ledgers: those whose releases this ledger holds.
@@ -201,6 +202,7 @@ class GaussianMechanism:
         for ledger in ledgers:
             if ledger.batches is not None and ledger not in self._taken_over:
                 self._taken_over.add(ledger)
+                self.ledger.statistics.update(ledger.statistics)
                 seen, sizes = ledger.batches
                 if seen is not self._seen:
                     self._seen.add_counts(seen.counts())

@@ -94,7 +94,8 @@ def _unpaid_among(
     layers: Sequence[PrivateNormalization], optimizer: tf.keras.optimizers.Optimizer
 ) -> PrivateNormalization | None:
     adapted = [layer for layer in layers if layer.release_id]
-    return first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
+    ledger = optimizer.ledger
+    return first_unpaid(adapted, optimizer, ledger.other_events, ledger.statistics)
 
 
 def refuse_unpaid_in(model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer) -> None:
@@ -114,7 +115,8 @@ def refuse_unpaid_behind(
     """Raises if a loss depends on statistics that the optimizer's ledger does not count.
 
     They are found wherever the layer is, by the variables that the loss is computed from.
-    For an eager loss, only the layers of the models that are being trained are known.
+    For an eager loss, only the layers of the models that are being trained are known. The ledger
+    notes them, so that no event pays for statistics that take their place.
 
     Args:
       loss: what the optimizer was given.
@@ -131,7 +133,10 @@ def refuse_unpaid_behind(
     else:
         trained = [m for m in running_models() if getattr(m, "optimizer", None) is optimizer]
         layers = [layer for model in trained for layer in normalizations_in(model)]
-    _refuse_unpaid([x for x in layers if all(x is not y for y in apart_from)], optimizer)
+    layers = [x for x in layers if all(x is not y for y in apart_from)]
+    _refuse_unpaid(layers, optimizer)
+    for layer in layers:
+        optimizer.ledger.statistics.update(layer.releases)
 
 
 def _read_by(loss: tf.Tensor) -> list[PrivateNormalization]:
