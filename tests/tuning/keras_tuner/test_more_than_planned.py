@@ -90,6 +90,25 @@ def test_a_callback_that_trains_on_after_the_last_step_is_refused(tmp_path):
         found_by(tmp_path, with_16_examples, callbacks=[TrainsOn()])
 
 
+def test_a_trial_that_crashes_after_it_released_more_is_no_crash(tmp_path):
+    class TrainsOnAndFails(TrainsOn):
+        def on_train_end(self, logs=None):
+            super().on_train_end(logs)
+            raise RuntimeError("too late")
+
+    with pytest.raises(dp.NotPrivateError, match=MORE + "5 releases, 4 were planned"):
+        found_by(tmp_path, with_16_examples, callbacks=[TrainsOnAndFails()])
+
+
+def test_a_budget_that_is_exceeded_is_no_crash(tmp_path):
+    class Exceeded(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise dp.BudgetExceededError("no room")
+
+    with pytest.raises(dp.BudgetExceededError, match="no room"):
+        found_by(tmp_path, with_16_examples, callbacks=[Exceeded()])
+
+
 def test_a_model_that_trains_twice_is_refused(tmp_path):
     class Twice(tf.keras.Sequential):
         def fit(self, *args, callbacks=(), **kwargs):
