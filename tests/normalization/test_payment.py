@@ -16,6 +16,7 @@ from tests.helpers.normalized import (
     data,
     model_of,
     model_of_layers,
+    of_layer,
     planned,
 )
 from tf_adaptive_dp._keras.generation import GENERATION, keras
@@ -418,6 +419,22 @@ def test_an_optimizer_alone_refuses_statistics_that_its_ledger_lacks(kept_in, tr
     model.optimizer.ledger.other_events += (layer.dp_event,)
     train(model, x, y)
     assert model.optimizer.ledger.num_releases > 0
+
+
+def test_statistics_that_are_released_between_two_calls_of_fit_are_noticed():
+    """The second one traces no step, and has no callback that would look."""
+    x, y = data()
+    layer = PrivateNormalization(4.0)
+    model = of_layer(layer)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=200, learning_rate=0.1)
+    model.compile(optimizer, loss)
+    model.fit(x, y, batch_size=200, verbose=0)
+    layer.adapt(x)
+    with pytest.raises(dp.NotPrivateError, match="release is not in the optimizer's ledger"):
+        model.fit(x, y, batch_size=200, verbose=0)
+    optimizer.ledger.other_events += (layer.dp_event,)
+    model.fit(x, y, batch_size=200, verbose=0)
 
 
 def test_statistics_that_a_loss_does_not_read_need_no_event():

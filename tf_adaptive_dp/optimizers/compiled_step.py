@@ -19,6 +19,7 @@ from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_releases_since
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.replicas import num_replicas
+from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.refusals import (
     refuse_batches_over_two_passes,
     refuse_chosen_batches,
@@ -128,6 +129,17 @@ def _refuse_idle(optimizer: Any, fit: RunningFit) -> None:
         raise NotPrivateError(_OF_ANOTHER.format(optimizer=repr(optimizer)))
 
 
+def _refuse_unpaid(model: Any, optimizer: Any) -> None:
+    """Rejects statistics that were released since the step was traced, and that no event pays for.
+
+    Of several optimizers in one step, only the trace knows which one trains behind them.
+    """
+    function = getattr(model, "train_function", None)
+    built = None if function is None else _BUILT.get(function)
+    if built is None or len(built.optimizers) <= 1:
+        refuse_unpaid_in(model, optimizer)
+
+
 def check_finished_fit(optimizer: Any) -> None:
     """Does at the end of a `fit` what only the trace of its step would do before.
 
@@ -139,7 +151,8 @@ def check_finished_fit(optimizer: Any) -> None:
 
     Raises:
       NotPrivateError: if the data set left out batches by what they hold, if accumulated batches
-        reached from one pass into the next, or if another optimizer trained the model.
+        reached from one pass into the next, if another optimizer trained the model, or if the
+        ledger lacks the release of a normalization in it.
     """
     fit = running_fit(optimizer)
     if fit is None:
@@ -147,6 +160,7 @@ def check_finished_fit(optimizer: Any) -> None:
     refuse_chosen_batches(fit.dataset)
     refuse_batches_over_two_passes(optimizer, fit)
     refuse_step_of_another(fit.model, optimizer)
+    _refuse_unpaid(fit.model, optimizer)
     _refuse_idle(optimizer, fit)
     note_num_examples(optimizer, fit)
     warn_of_releases_since([native(v) for v in fit.model.trainable_variables], optimizer.ledger)
