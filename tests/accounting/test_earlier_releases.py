@@ -14,6 +14,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION, keras
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.ledger import Segment
 
@@ -275,6 +276,26 @@ def test_nothing_is_kept_longer_than_the_weights():
     del weights
     gc.collect()
     assert ledger() is None
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_step_does_not_refer_to_the_optimizer_before_it(carried):
+    """Once that one was gone, the step failed: TensorFlow had noted its variables only weakly."""
+    weights, old = [tf.Variable(tf.zeros([2]))], optimizer()
+    train(old, weights)
+    new = type(old).from_config(old.get_config()) if carried else optimizer()
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, weights[0])
+        new.minimize(loss, weights, tape)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        noted = step.get_concrete_function(tf.ones([4, 2])).graph.variables
+    of_old = [*map(native, old.variables), old.ledger._watermark]
+    assert noted and not {id(v) for v in noted} & {id(v) for v in of_old}
 
 
 def test_events_beside_the_gradients_are_told():

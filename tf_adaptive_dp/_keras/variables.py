@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import GENERATION, keras
@@ -33,6 +34,20 @@ def _make_uncounted(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> 
 def local_copies(variable: tf.Variable) -> list[tf.Variable]:
     """The copies that a distribution strategy keeps of a variable; without one, itself."""
     return list(getattr(variable, "values", [variable]))
+
+
+def value_of(variable: Any) -> np.ndarray:
+    """The value of a variable, which the `tf.function` being traced does not note as one it reads.
+
+    TensorFlow notes such variables even if they are read outside of the trace, without keeping
+    them, and the function fails once one of them is gone, such as that of an earlier optimizer.
+    """
+    variable = native(variable)
+    with tf.init_scope():
+        if hasattr(variable, "values"):  # of a distribution strategy, which combines its copies
+            return variable.numpy()
+        read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+        return read.numpy()
 
 
 def handle_of(variable: tf.Variable) -> tf.Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.variables import local_copies
+from tf_adaptive_dp._keras.variables import local_copies, value_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
 
@@ -335,7 +335,7 @@ class Ledger:
         trusts whoever asks.
         """
         with tf.init_scope():
-            return int(local_copies(self._fewest_units)[0].numpy()) or None
+            return int(value_of(local_copies(self._fewest_units)[0])) or None
 
     @fewest_units.setter
     def fewest_units(self, number: int | None) -> None:
@@ -368,7 +368,7 @@ class Ledger:
 
     def _loaded_terms(self) -> Terms:
         with tf.init_scope():
-            return Terms(*self._terms.numpy().tolist())
+            return Terms(*value_of(self._terms).tolist())
 
     @property
     def num_lost(self) -> int:
@@ -384,7 +384,7 @@ class Ledger:
             return int(self._read_watermark().recorded)
 
     def _read_watermark(self) -> _Watermark:
-        return _Watermark(*local_copies(self._watermark)[0].numpy().tolist())
+        return _Watermark(*value_of(local_copies(self._watermark)[0]).tolist())
 
     def require_nothing_lost(self) -> None:
         """Raises if the ledger was set back and now lacks releases that this process recorded.
@@ -419,7 +419,7 @@ class Ledger:
             if loaded.other_events == own.other_events:
                 self._terms.assign(own)  # which has the mark that the state lacks
                 return
-            of_state = gaussian_events(self._events.numpy())
+            of_state = gaussian_events(value_of(self._events).tolist())
         known = digest(of_state) == loaded.other_events
         more = missing_events(of_state, self._other_events)
         if not known or (more and missing_events(self._other_events, of_state)):
@@ -529,7 +529,7 @@ class Ledger:
         return [
             Segment(noise_multiplier, batch_size, count)
             for (noise_multiplier, batch_size), count in zip(
-                self._parameters.numpy().tolist(), self._counts.numpy().tolist()
+                value_of(self._parameters).tolist(), value_of(self._counts).tolist()
             )
             if count
         ]
@@ -540,7 +540,7 @@ class Ledger:
         return [
             BatchChecks(int(checked), int(repeated), int(nearest), declared)
             for (checked, repeated, nearest, declared), count in zip(
-                self._checks.numpy().tolist(), self._counts.numpy().tolist()
+                value_of(self._checks).tolist(), value_of(self._counts).tolist()
             )
             if count
         ]
@@ -628,7 +628,7 @@ class Ledger:
     @property
     def num_releases(self) -> int:
         """The number of noisy gradients released so far."""
-        return int(self._counts.numpy().sum())
+        return int(value_of(self._counts).sum())
 
 
 def joined(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp._keras.variables import value_of
 from tf_adaptive_dp.accounting.ledger import wrong_size
 from tf_adaptive_dp.errors import NotPrivateError
 
@@ -135,7 +136,7 @@ class BatchSizes:
           other: the sizes of an optimizer that this one continues.
         """
         alike = (self._rows_per_unit, self._parts) == (other._rows_per_unit, other._parts)
-        size = int(other._first.numpy())
+        size = int(value_of(other._first))
         if alike and size and self.expected is not None and self._num_microbatches is None:
             own = int(self._first.numpy())
             self._first.assign(min(own, size) if own else size)

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
-from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
+from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables, value_of
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.mechanism.padding import (
@@ -280,7 +280,7 @@ class SeenDraws:
 
     def counts(self) -> Seen:
         """How many batches were added, and how many of them had marks."""
-        return self._before if self._entries is None else Seen(*self._seen.numpy().tolist())
+        return self._before if self._entries is None else Seen(*value_of(self._seen).tolist())
 
     def add_counts(self, seen: Seen) -> None:
         """Adds batches of another optimizer, which this one continues, to the counts."""
