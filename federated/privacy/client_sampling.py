@@ -282,10 +282,6 @@ class ClientSampler:
           key: see the class. ε does not need it to be secret.
 
         >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0, mechanism="banded", bands=2)
-        >>> sampler = ClientSampler.fixed_order("abcd", privacy, num_rounds=10, key=bytes(32))
-        Traceback (most recent call last):
-          ...
-        TypeError: `client_ids` must be a list of strings. Received: client_ids='abcd'
         >>> sampler = ClientSampler.fixed_order(list("abcd"), privacy, 10, key=bytes(32))
         >>> sampler.cohort(0) == sampler.cohort(2) == sampler.cohort(8)
         True
