@@ -14,11 +14,7 @@ from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
 from tf_adaptive_dp.optimizers.fit_warnings import warn_of_uncovered
-from tf_adaptive_dp.optimizers.refusals import (
-    over_two_passes,
-    refuse_batches_over_two_passes,
-    refuse_chosen_batches,
-)
+from tf_adaptive_dp.optimizers.refusals import over_two_passes, refuse_data
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
@@ -81,8 +77,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         _refuse_rates(beside, self.optimizer)
         fit = running_fit(self.optimizer)
         if fit is not None:  # a second one traces no step, which would do so
-            refuse_chosen_batches(fit.dataset)
-            refuse_batches_over_two_passes(self.optimizer, fit)
+            refuse_data(self.optimizer, fit)
         warn_of_uncovered(self.model, self.optimizer, beside)
 
 

@@ -20,10 +20,7 @@ from tf_adaptive_dp.accounting.earlier_releases import warn_of_releases_since
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.normalization import refuse_unpaid_in
-from tf_adaptive_dp.optimizers.refusals import (
-    refuse_batches_over_two_passes,
-    refuse_chosen_batches,
-)
+from tf_adaptive_dp.optimizers.refusals import refuse_data
 from tf_adaptive_dp.sampling.datasets import is_drawn
 
 _UNFINISHED = (
@@ -157,8 +154,7 @@ def check_finished_fit(optimizer: Any) -> None:
     fit = running_fit(optimizer)
     if fit is None:
         return
-    refuse_chosen_batches(fit.dataset)
-    refuse_batches_over_two_passes(optimizer, fit)
+    refuse_data(optimizer, fit)
     refuse_step_of_another(fit.model, optimizer)
     _refuse_unpaid(fit.model, optimizer)
     _refuse_idle(optimizer, fit)

@@ -392,8 +392,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         refusals.refuse_unsupported_setting(self)
         fit = running_fit(self)
         if fit is not None:
-            refusals.refuse_chosen_batches(fit.dataset)
-            refusals.refuse_batches_over_two_passes(self, fit)
+            refusals.refuse_data(self, fit)
         refusals.refuse_16_bit_rewrites()
         step_settings.turn_off_tensor_float_32()
         if isinstance(self._mechanism.generator, CorrelatedNoise):

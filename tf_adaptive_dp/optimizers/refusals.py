@@ -8,10 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.callers import RunningFit
-from tf_adaptive_dp._keras.datasets import (
-    choices_of_batches,
-    copies_in_batches,
-)
+from tf_adaptive_dp._keras.datasets import choices_of_batches, copies_in_batches
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
@@ -88,14 +85,23 @@ def refuse_uncounted_side_information(optimizer: Any) -> None:
         )
 
 
-def refuse_chosen_batches(data: tf.data.Dataset | None) -> None:
-    """Rejects data sets of `fit` that leave out batches by what they hold, or tie or copy examples.
+def refuse_data(optimizer: Any, fit: RunningFit) -> None:
+    """Rejects data by which an example moves a sum by more than C, or decides if there is one.
+
+    The trace of a step cannot see what a later `fit` trains on, so callbacks and the end of `fit`
+    ask, too.
+    """
+    if fit.dataset is not None:
+        _refuse_dataset(fit.dataset)
+    _refuse_batches_over_two_passes(optimizer, fit)
+
+
+def _refuse_dataset(data: tf.data.Dataset) -> None:
+    """Rejects data sets that leave out batches by what they hold, or tie or copy examples.
 
     Whether there is a release would show what a batch holds (how large it is, and its number, are
     public), and one example could move the sum by more than C.
     """
-    if data is None:
-        return
     for method, result in choices_of_batches(data):
         if result is None or comes_from_data(result):
             raise NotPrivateError(
@@ -113,7 +119,7 @@ def refuse_chosen_batches(data: tf.data.Dataset | None) -> None:
         )
 
 
-def refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:
+def _refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:
     """Rejects a `fit` whose accumulated batches reach from one pass over the data into the next.
 
     An example that is in parts of both moves the sum by 2C. A draw of the samplings holds none
