@@ -98,6 +98,12 @@ def note_num_examples(optimizer: Any, fit: RunningFit) -> None:
             optimizer.ledger.note_units(number)
 
 
+def _built(model: Any) -> _Built | None:
+    """What is known about the training function of a model, if it has one."""
+    function = getattr(model, "train_function", None)
+    return None if function is None else _BUILT.get(function)
+
+
 def refuse_step_of_another(model: Any, optimizer: Any) -> None:
     """Rejects an optimizer whose model has a step that was built with others.
 
@@ -110,8 +116,7 @@ def refuse_step_of_another(model: Any, optimizer: Any) -> None:
     Raises:
       NotPrivateError: if its ledger would lack the releases.
     """
-    function = getattr(model, "train_function", None)
-    built = None if function is None else _BUILT.get(function)
+    built = _built(model)
     if built is not None and optimizer not in built.optimizers:
         raise NotPrivateError(_OF_ANOTHER.format(optimizer=repr(optimizer)))
 
@@ -131,8 +136,7 @@ def _refuse_unpaid(model: Any, optimizer: Any) -> None:
 
     Of several optimizers in one step, only the trace knows which one trains behind them.
     """
-    function = getattr(model, "train_function", None)
-    built = None if function is None else _BUILT.get(function)
+    built = _built(model)
     if built is None or len(built.optimizers) <= 1:
         refuse_unpaid_in(model, optimizer)
 
