@@ -63,7 +63,8 @@ def is_in_search_of_keras_tuner() -> bool:
 
     `HonestTuner`, which accounts for its searches, does not count.
     """
-    modules = [caller.f_globals.get("__name__", "") for caller in _callers()]
+    callers = itertools.chain(_callers(), _waiting_for_replica())
+    modules = [caller.f_globals.get("__name__", "") for caller in callers]
     of_ours = any(name.startswith("tf_adaptive_dp.tuning.") for name in modules)
     return not of_ours and any(name.partition(".")[0] == "keras_tuner" for name in modules)
 

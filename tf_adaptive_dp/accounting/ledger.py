@@ -322,7 +322,9 @@ class Ledger:
     def chosen_by_search(self, chosen: bool) -> None:
         self._chosen_by_search = checks.boolean("chosen_by_search", chosen)
         with tf.init_scope():  # whether the other terms fit is another question
-            self._terms.assign(self._loaded_terms()._replace(chosen_by_search=int(chosen)))
+            terms = self._loaded_terms()._replace(chosen_by_search=int(chosen))
+            for copy in local_copies(self._terms):  # a replica that traces a step may set it, too
+                copy.assign(terms)
 
     @property
     def fewest_units(self) -> int | None:
