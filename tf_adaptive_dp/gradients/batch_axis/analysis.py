@@ -35,14 +35,6 @@ _SOURCES = ("Placeholder", *sorted(ELEMENTS))
 _OPAQUE_TYPES = (tf.resource, tf.variant)
 # Why data has no batch axis.
 NO_BATCH_AXIS = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
-# Words of reasons why examples may be mixed where nothing shows that they are.
-_NOT_SHOWN = (
-    "for certain",
-    "may remember",
-    "not known",
-    "unknown",
-    "where in the batch an example",
-)
 
 
 def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
@@ -265,7 +257,11 @@ def mixed_rows(batch: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> Cros
     batch_axes = BatchAxes(sizes[0] if len(set(sizes)) == 1 else None)
     for tensor in batch:
         if tensor.shape.rank is None or tensor.dtype in _OPAQUE_TYPES:
-            batch_axes.set(tensor, CrossExample(tensor.op, "has unknown rows"), dependent=True)
+            batch_axes.set(
+                tensor,
+                CrossExample(tensor.op, "has unknown rows", is_certain=False),
+                dependent=True,
+            )
         elif tensor.shape.rank:
             batch_axes.set(tensor, BatchAxis(), dependent=True)
     ops = ancestors(results)
@@ -274,7 +270,7 @@ def mixed_rows(batch: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> Cros
         layout = batch_axes[tensor]
         if not batch_axes.depends(tensor):
             continue
-        if isinstance(layout, CrossExample) and not any(w in layout.why for w in _NOT_SHOWN):
+        if isinstance(layout, CrossExample) and layout.is_certain:
             return layout
         if isinstance(layout, BatchAxis) and layout != BatchAxis():
             return CrossExample(tensor.op, "returns other rows than those of the batch")

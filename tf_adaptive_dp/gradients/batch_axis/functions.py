@@ -90,7 +90,7 @@ def join(op: tf.Operation, one: Value, other: Value) -> Value:
         joined = CrossExample(op, "has examples on one axis first and on another later")
     if len(publics) == 2:
         return DataIndependent(joined, tied)
-    return CrossExample(op, _BY_PLACE) if _is_told(joined, tied) else joined
+    return CrossExample(op, _BY_PLACE, is_certain=False) if _is_told(joined, tied) else joined
 
 
 def _unless_rows(op: tf.Operation, value: Value) -> Layout:
@@ -114,9 +114,15 @@ def _chosen(op: tf.Operation, value: Value, choice: Value) -> Value:
     if isinstance(choice, DataIndependent):
         if isinstance(value, DataIndependent):
             return value._replace(tied=value.tied | choice.tied)
-        return CrossExample(op, _BY_PLACE) if _is_told(value, choice.tied) else value
+        return (
+            CrossExample(op, _BY_PLACE, is_certain=False) if _is_told(value, choice.tied) else value
+        )
     if isinstance(value, DataIndependent):
-        return CrossExample(op, _BY_PLACE) if _is_told(choice, value.tied) else choice
+        return (
+            CrossExample(op, _BY_PLACE, is_certain=False)
+            if _is_told(choice, value.tied)
+            else choice
+        )
     return value if value == choice else CrossExample(op, "lets one example decide for other ones")
 
 

@@ -37,10 +37,12 @@ def gather(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if op.type == "GatherV2":
         axis = static_value(op.inputs[2])
         if axis is None or table.shape.rank is None:
-            return CrossExample(op, "gathers along an axis that is unknown while tracing")
+            return CrossExample(
+                op, "gathers along an axis that is unknown while tracing", is_certain=False
+            )
         axis = int(axis) % table.shape.rank
     if indices.shape.rank is None:
-        return CrossExample(op, "has indices of unknown rank")
+        return CrossExample(op, "has indices of unknown rank", is_certain=False)
     batch_dims = batch_dims_of(op)
     of_table = batch_axes.axis_of(table) if batch_axes.depends(table) else None
     of_indices = batch_axes.axis_of(indices) if batch_axes.depends(indices) else None

@@ -233,7 +233,9 @@ class _Arguments:
         values = [self.value(*p) for p in places if p[1].dtype != tf.resource]
         dependent = [v for v in values if not isinstance(v, DataIndependent)]
         if dependent and len(values) > 1 or dependent and is_element:
-            return CrossExample(frame.call, "passes the data to a function in an unknown way")
+            return CrossExample(
+                frame.call, "passes the data to a function in an unknown way", is_certain=False
+            )
         if is_element:
             return _fresh(tensor)
         return dependent[0] if dependent else DataIndependent()

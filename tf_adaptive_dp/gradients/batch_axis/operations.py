@@ -117,7 +117,7 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
         found = rule(op, batch_axes) if rule and op.type in _MAKE_BATCHES else None
     elif rule is None:
         # Functions have rules that look inside. Nothing else without a rule is trusted.
-        found = _first_mixed(op, batch_axes) or CrossExample(op, _UNKNOWN)
+        found = _first_mixed(op, batch_axes) or CrossExample(op, _UNKNOWN, is_certain=False)
     else:
         found = rule(op, batch_axes)
     found = found if isinstance(found, list) else [found] * len(op.outputs)
@@ -180,10 +180,12 @@ def one_example(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if mixed or others or not isinstance(place, OneExample):
         return mixed or CrossExample(op, "puts the example of one iteration beside other ones")
     if op.op_def.is_stateful and op.type not in REPEATABLE:
-        return CrossExample(op, "may remember the examples of other iterations")
+        return CrossExample(op, "may remember the examples of other iterations", is_certain=False)
     if any(place.loop in batch_axes.tied(t) for t in op.inputs):
         return CrossExample(
-            op, "uses where in the batch an example is, or numbers that depend on it"
+            op,
+            "uses where in the batch an example is, or numbers that depend on it",
+            is_certain=False,
         )
     return place
 
@@ -220,7 +222,7 @@ def elementwise(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     places = set()
     for tensor in _data(op, batch_axes):
         if tensor.shape.rank is None or rank is None:
-            return CrossExample(op, "has an unknown rank")
+            return CrossExample(op, "has an unknown rank", is_certain=False)
         layout = batch_axes.axis_of(tensor)
         places.add(layout.at(layout.axis + rank - tensor.shape.rank))
     if len(places) > 1:
@@ -370,7 +372,7 @@ def fused_batch_norm(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Va
 def tensor_product(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """The letter of the batch must remain, and be the same in all inputs with data."""
     if any(t.shape.rank is None for t in op.inputs):
-        return CrossExample(op, "has an unknown rank")
+        return CrossExample(op, "has an unknown rank", is_certain=False)
     terms, result = product_terms(op)
     letters, data = set(), [t.ref() for t in _data(op, batch_axes)]
     for tensor, term in zip(op.inputs, terms):
@@ -435,7 +437,9 @@ def reduction(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         if found:
             return found
     if not isinstance(layout, BatchAxis) or axes is None or rank is None:
-        return CrossExample(op, "reduces over axes that are unknown while tracing")
+        return CrossExample(
+            op, "reduces over axes that are unknown while tracing", is_certain=False
+        )
     axes = {int(a) % rank for a in axes.reshape(-1)}
     if layout.axis in axes:
         return CrossExample(op, "reduces over the batch axis")
@@ -502,7 +506,11 @@ def spread(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         return layout.at(layout.axis + len(target) - tensor.shape.rank)
     times = target[layout.axis]
     if times is None:
-        return CrossExample(op, "repeats the batch a number of times that is unknown while tracing")
+        return CrossExample(
+            op,
+            "repeats the batch a number of times that is unknown while tracing",
+            is_certain=False,
+        )
     return layout._replace(outer=product([times, layout.outer]))
 
 

@@ -65,7 +65,9 @@ def reshape(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if tensor.op.type == "Sum" and sum_to_operand(tensor.op, batch_axes):
         return layout  # it has the shape already
     if not isinstance(layout, BatchAxis) or tensor.shape.rank is None or output.shape.rank is None:
-        return CrossExample(op, "reshapes to a shape that is unknown while tracing")
+        return CrossExample(
+            op, "reshapes to a shape that is unknown while tracing", is_certain=False
+        )
     sizes = [batch_axes.size(tensor, a) for a in range(tensor.shape.rank)]
     target = batch_axes.entries(op.inputs[1])
     target = [known if n is None else Size(n) for n, known in zip(output.shape, target)]
@@ -76,7 +78,7 @@ def reshape(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         target,
     )
     return found or CrossExample(
-        op, "reshapes so that the examples cannot be told apart for certain"
+        op, "reshapes so that the examples cannot be told apart for certain", is_certain=False
     )
 
 
@@ -86,11 +88,11 @@ def axes_of_length_1(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Removes or adds axes."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     if rank is None:
-        return CrossExample(op, "has an unknown rank")
+        return CrossExample(op, "has an unknown rank", is_certain=False)
     if op.type == "ExpandDims":
         new = static_value(op.inputs[1])
         if not isinstance(layout, BatchAxis) or new is None:
-            return CrossExample(op, "adds an axis that is unknown while tracing")
+            return CrossExample(op, "adds an axis that is unknown while tracing", is_certain=False)
         return layout.at(layout.axis + (new.item() % (rank + 1) <= layout.axis))
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
     gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}
@@ -105,7 +107,7 @@ def transpose(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Exchanges axes."""
     layout, order = batch_axes[op.inputs[0]], static_value(op.inputs[1])
     if not isinstance(layout, BatchAxis) or order is None:
-        return CrossExample(op, "exchanges axes that are unknown while tracing")
+        return CrossExample(op, "exchanges axes that are unknown while tracing", is_certain=False)
     return layout.at(order.tolist().index(layout.axis))
 
 
@@ -116,7 +118,9 @@ def concat(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     rank, axis = op.outputs[0].shape.rank, static_value(op.inputs[-1])
     places = {batch_axes.axis_of(t) for t in op.inputs[:-1] if batch_axes.depends(t)}
     if axis is None or rank is None or batch_axes.depends(op.inputs[-1]):
-        return CrossExample(op, "concatenates along an axis that is unknown while tracing")
+        return CrossExample(
+            op, "concatenates along an axis that is unknown while tracing", is_certain=False
+        )
     layout = next(iter(places))
     if layout.axis == int(axis) % rank:
         layouts = [batch_axes[t] for t in op.inputs[:-1]]
@@ -165,7 +169,9 @@ def split(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         or batch_axes.depends(op.inputs[1])
         and op.type == "SplitV"
     ):
-        return CrossExample(op, "cuts along an axis that is unknown while tracing")
+        return CrossExample(
+            op, "cuts along an axis that is unknown while tracing", is_certain=False
+        )
     if int(axis) % tensor.shape.rank != layout.axis:
         return layout
     outer = layout.outer.over(Size(len(op.outputs)))

@@ -33,15 +33,18 @@ class BatchAxis(NamedTuple):
 
 
 class CrossExample(NamedTuple):
-    """The layout of values in which the examples of the batch are mixed.
+    """The layout of values in which the examples of the batch are, or may be, mixed.
 
     Attributes:
       op: the operation that mixed them.
       why: what it does, for the error message.
+      is_certain: whether the search shows that it mixes them. Otherwise it only cannot rule it out,
+        since a shape or an operation is unknown, or the values depend on places in the batch.
     """
 
     op: tf.Operation
     why: str
+    is_certain: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
