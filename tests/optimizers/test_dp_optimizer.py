@@ -278,6 +278,27 @@ def test_the_same_keras_class_gives_the_same_private_class():
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
 
 
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 has no `MultiOptimizer`")
+def test_one_release_serves_several_rules_which_share_no_learning_rate(tmp_path):
+    rules = tf.keras.optimizers.OptimizerMap(
+        tf.keras.optimizers.SGD(0.1), {"hidden/.*": tf.keras.optimizers.SGD(0.0)}
+    )
+    several = dp.make_dp_optimizer_class(tf.keras.optimizers.MultiOptimizer)
+    inputs = tf.keras.Input([2])
+    hidden = tf.keras.layers.Dense(3, name="hidden")(inputs)
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(2, name="last")(hidden))
+    model.compile(several(1.0, 0.5, optimizer_map=rules), loss=catalogue.loss())
+    assert "num_releases=0" in repr(model.optimizer)
+    start = model.get_weights()
+    monitor = dp.PrivacyMonitor(num_examples=32, delta=1e-3, log_dir=tmp_path)
+    x, y = np.random.default_rng(0).normal(size=(32, 2)), np.arange(32) % 2
+    history = model.fit(x, y, batch_size=8, verbose=0, callbacks=[monitor]).history
+    moved = [np.abs(a - b).max() > 0 for a, b in zip(model.get_weights(), start)]
+    assert moved == [False, False, True, True]
+    assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
+    assert "epsilon" in history and "learning_rate" not in history
+
+
 @pytest.mark.slow
 def test_mixed_bfloat16_trains_with_float32_gradients():
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")

@@ -210,8 +210,9 @@ class PrivacyMonitor(PrivateCallback):
         private = {
             "epsilon": self.epsilon(),
             "delta": self.delta,
-            "learning_rate": _learning_rate(optimizer),
         }
+        if optimizer.current_learning_rate is not None:
+            private["learning_rate"] = optimizer.current_learning_rate
         self._compare_mean_size(summary.num_examples)
         self._warn_of_early_returns(optimizer.ledger)
         self._warn_of_non_finite(summary.num_non_finite)
@@ -278,7 +279,7 @@ class PrivacyMonitor(PrivateCallback):
             "noise": None if optimizer.noise.is_independent else repr(optimizer.noise),
             "examples_per_user": optimizer.examples_per_user,
             "gradient_accumulation_steps": None if parts == 1 else parts,
-            "learning_rate": _learning_rate(optimizer),
+            "learning_rate": optimizer.current_learning_rate,
             "num_examples" if self._unit == "example" else "num_users": self.num_examples,
             "delta": self.delta,
             "sampling": sampling,
@@ -403,7 +404,3 @@ class PrivacyMonitor(PrivateCallback):
             "and was not computed from private data.",
             stacklevel=2,
         )
-
-
-def _learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> float:
-    return float(tf.convert_to_tensor(optimizer.learning_rate).numpy())

@@ -268,15 +268,22 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """Statistics of the raw gradients, for monitoring. NOT private."""
         return self._mechanism.statistics
 
+    @property
+    def current_learning_rate(self) -> float | None:
+        """The rate of the next step; `None` if variables differ in it, as in `MultiOptimizer`."""
+        rate = getattr(self, "learning_rate", None)
+        return None if rate is None else float(tf.convert_to_tensor(rate).numpy())
+
     def __repr__(self) -> str:
         with tf.init_scope():  # while a step is being traced, too
             values = {
                 "l2_norm_clip": self.l2_norm_clip,
                 "noise_multiplier": self.noise_multiplier,
                 "expected_batch_size": self.expected_batch_size,
-                "learning_rate": float(f"{tf.convert_to_tensor(self.learning_rate).numpy():.6g}"),
-                "num_releases": self.ledger.num_releases,
             }
+            if self.current_learning_rate is not None:
+                values["learning_rate"] = float(f"{self.current_learning_rate:.6g}")
+            values["num_releases"] = self.ledger.num_releases
         return f"<{type(self).__name__} {', '.join(f'{k}={v}' for k, v in values.items())}>"
 
     def resume_noise(self, keys: Sequence[tuple[int, int]]) -> None:
