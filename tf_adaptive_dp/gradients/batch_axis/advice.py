@@ -51,10 +51,11 @@ _OWN = (
     "on the data only, before training, in `dataset.map`."
 )
 _PREPROCESS = (
-    "The layer prepares inputs, and looks at several examples for that, as RandAugment, MixUp and "
-    "CutMix do. Leave it out of the model. If it also makes sense for one example, apply it to "
-    "each on its own in the data set: `dataset.map` before `batch`, or `tf.map_fn` in batches, as "
-    "those of `plan.batches` (a plan reads each example once)."
+    "The layer prepares inputs and looks at several examples for that, as RandAugment, MixUp and "
+    "CutMix do, or in a way that cannot be told from it. Leave it out of the model. If it also "
+    "makes sense for one example, apply it to each on its own in the data set: `dataset.map` "
+    "before `batch`, or `tf.map_fn` in batches, as those of `plan.batches` (a plan reads each "
+    "example once)."
 )
 _HINGE = (
     "Keras's hinge losses look at all labels of a batch. With labels of -1 and 1, use "
