@@ -112,6 +112,29 @@ def test_a_run_without_its_log_is_not_continued(tmp_path, content):
             RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
 
 
+@pytest.mark.parametrize("left", ["backup", "optimizer.json", "history_NOT_PRIVATE.json"])
+def test_what_is_left_of_a_run_is_not_taken_for_a_new_one(tmp_path, left):
+    begun(tmp_path)
+    (tmp_path / "backup").mkdir() if left == "backup" else (tmp_path / left).write_text("[]")
+    for name in ("plan.json", "releases.log"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=f"cannot continue without `releases.log`.*{left}"):
+        RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+
+
+def test_a_log_that_is_older_than_the_history_is_refused(tmp_path):
+    begun(tmp_path)
+    for released, is_newest in ((3, True), (4, False)):
+        rows = [{"epoch": 0, "releases": released, "logs": {}, "figures": {}}]
+        (tmp_path / "history_NOT_PRIVATE.json").write_text(json.dumps(rows))
+        if is_newest:
+            RunDirectory(tmp_path, {"epsilon": 1.0}, 10).close()
+        else:
+            with pytest.raises(ValueError, match="older than its history.*3 releases in.*, 4 in"):
+                RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+
+
 def test_a_run_that_adopts_earlier_releases_begins_with_its_plan(tmp_path):
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
     optimizer.ledger.restore([(1.0, 4.0, 3)])

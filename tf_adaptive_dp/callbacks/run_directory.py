@@ -21,6 +21,10 @@ from tf_adaptive_dp.durable import files, ledger_file
 from tf_adaptive_dp.durable.key_file import KeyFile
 
 _SHAPES = "shapes_of_state"
+_HISTORY = "history_NOT_PRIVATE.json"
+_WITHOUT_HISTORY = "Delete it to go on without the figures of past epochs."
+# What a run writes after its log.
+_OF_RUN = ("plan.json", "optimizer.json", "normalization.json", "noise.key", "backup", _HISTORY)
 
 
 class RunHistory(keras.callbacks.Callback):
@@ -45,7 +49,7 @@ class RunHistory(keras.callbacks.Callback):
         self._figures, self._path = figures, None if path is None else Path(path)
         self.rows: list[dict[str, Any]] = []
         if self._path is not None and self._path.exists():
-            self.rows = _read(self._path, "Delete it to go on without the figures of past epochs.")
+            self.rows = _read(self._path, _WITHOUT_HISTORY)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Adds the epoch, or replaces it if it was trained again; called by Keras."""
@@ -171,7 +175,9 @@ class RunDirectory:
         self._require_log()
         self.log = ReleaseLog(self._path / "releases.log", steps=steps)
         self.keys: KeyFile | None = None
+        self.history_path = self._path / _HISTORY
         try:
+            self._require_newest_log()
             self._check_settings(settings)
             if fingerprint is not None:
                 self._check_fingerprint(fingerprint)
@@ -183,13 +189,12 @@ class RunDirectory:
         except BaseException:
             self.close()
             raise
-        self.history_path = self._path / "history_NOT_PRIVATE.json"
         self._backup_path = backup
         self._backup = epoch_backup(backup)
 
     def _require_names(self) -> None:
         """Raises if folders have the names of files that the run writes after its releases."""
-        reports = ("report.html", "report.md", "report.json", "history_NOT_PRIVATE.json")
+        reports = ("report.html", "report.md", "report.json", _HISTORY)
         taken = [name for name in reports if (self._path / name).is_dir()]
         if taken:
             raise ValueError(
@@ -200,11 +205,26 @@ class RunDirectory:
     def _require_log(self) -> None:
         """Raises if the run had a log of releases, which is written before all other files."""
         log = self._path / "releases.log"
-        if (self._path / "plan.json").exists() and not ledger_file.has_begun(log):
+        left = [name for name in _OF_RUN if (self._path / name).exists()]
+        if left and not ledger_file.has_begun(log):
             raise ValueError(
                 "The run in `directory` cannot continue without `releases.log`: nothing else says "
                 "what it has released. Put it back, or pass a new directory; what this run "
-                f"released stays spent. Received: no releases in {str(log)!r}"
+                f"released stays spent. Received: no releases in {str(log)!r}, beside "
+                f"{', '.join(left)}"
+            )
+
+    def _require_newest_log(self) -> None:
+        """Raises if the run has released more than its log says."""
+        rows = _read(self.history_path, _WITHOUT_HISTORY) if self.history_path.exists() else []
+        released = max((row["releases"] for row in rows), default=0)
+        if released > self.log.num_releases:
+            raise ValueError(
+                "`releases.log` of the run in `directory` is older than its history, as if it was "
+                "restored from a copy: what was released since would not be counted. Put the "
+                "newest file back, or pass a new directory; what this run released stays spent. "
+                f"Received: {self.log.num_releases} releases in the log, {released} in "
+                f"{str(self.history_path)!r}"
             )
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
