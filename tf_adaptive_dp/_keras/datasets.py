@@ -157,7 +157,9 @@ def has_random_order(dataset: tf.data.Dataset) -> bool:
 
     It cannot see what happens within functions, such as those of `interleave` and `from_generator`.
     """
-    if dataset.options().deterministic is False or "Shuffle" in type(dataset).__name__:
+    with tf.init_scope():  # a step may be traced now
+        deterministic = dataset.options().deterministic
+    if deterministic is False or "Shuffle" in type(dataset).__name__:
         return True
     return any(map(has_random_order, input_datasets(dataset)))
 
