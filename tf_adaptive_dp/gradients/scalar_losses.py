@@ -271,6 +271,7 @@ def _unscaled(term: _Term, batch_axes: BatchAxes) -> _Term:
             if isinstance(layout, CrossExample) and layout.op is op:  # not what the number is of
                 refuse_mixed(layout)
         if batch_axes[number] == batch_axes[tensor]:  # it is the size of what mixed before
+            list(_terms(tensor, batch_axes))  # which may know more of what mixed, and refuse it
             _refuse_mixed(tensor, batch_axes)
         why = f"{verb} by numbers that depend on the examples of the batch"
         raise _no_sum(op, why, _DICE if "dice" in op.name.split("/") else _OWN_COUNT)
