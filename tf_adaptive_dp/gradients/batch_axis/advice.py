@@ -57,6 +57,12 @@ _PREPROCESS = (
     "before `batch`, or `tf.map_fn` in batches, as those of `plan.batches` (a plan reads each "
     "example once)."
 )
+_DENSE = (
+    "Give each input the batch as axis 0 and a static shape (`tf.ensure_shape`). Before `fit`, or "
+    "in `dataset.map`, pad a ragged input by `to_tensor(shape=[None, length])`, and make a sparse "
+    "one dense by `tf.sparse.to_dense`."
+)
+_ONE_LENGTH = "With a ragged tensor of your own, call `to_tensor(shape=[None, length])`."
 _HINGE = (
     "Keras's hinge losses look at all labels of a batch. With labels of -1 and 1, use "
     "`lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)`, squared or not."
@@ -67,6 +73,7 @@ _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"
 # By words of what an operation does, the first that fit.
 _BY_WORDS = (
     (("is BatchNormalization",), NORMALIZE),
+    (("is sparse or ragged",), _DENSE),
     (("unknown",), _STATIC),
     (("reduces over", "sums over"), _REDUCE),
     (("by broadcasting",), _ALIGN),
@@ -93,6 +100,8 @@ def advice(op: tf.Operation, why: str) -> str:
         return NORMALIZE
     if {"hinge", "squared_hinge"}.intersection(op.name.split("/")):
         return _HINGE
+    if "to the longest" in why:
+        return _ONE_LENGTH
     if layer_path(op.name) is not None and not _reads_weights(op):
         return _PREPROCESS
     fix = next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)

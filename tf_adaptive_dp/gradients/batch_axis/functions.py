@@ -17,6 +17,7 @@ from tf_adaptive_dp._keras.graphs import (
 )
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, run
+from tf_adaptive_dp.gradients.batch_axis.ragged import TO_LONGEST
 from tf_adaptive_dp.gradients.batch_axis.sizes import Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
@@ -164,6 +165,8 @@ def loop(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
             break
         state = after
     (choice,) = of_function(batch_axes, condition, state, op, "cond", given)
+    if isinstance(choice, CrossExample) and choice.why == TO_LONGEST:
+        return choice  # the loop visits the words of a batch, as that of a recurrent layer does
     if not isinstance(choice, (DataIndependent, OneExample)):
         return CrossExample(op, "is a loop whose length depends on the data")
     return [v if fixed else _chosen(op, v, choice) for v, fixed in zip(state, same)]
