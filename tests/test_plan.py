@@ -1268,13 +1268,34 @@ def test_a_step_that_cannot_unpack_a_batch_is_told_its_parts(kind, says):
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.parametrize("num_oov_indices", [0, 1])
+@pytest.mark.parametrize(
+    "lookup, words", [("StringLookup", ["red", "blue"]), ("IntegerLookup", [5, 6])]
+)
+def test_a_model_that_does_not_accept_padding_is_told_what_it_holds(lookup, words, num_oov_indices):
+    x = np.array(words)[np.arange(len(X)) % 2]
+    inputs = tf.keras.Input([1], dtype="string" if lookup == "StringLookup" else "int64")
+    layer = getattr(tf.keras.layers, lookup)(
+        vocabulary=words, num_oov_indices=num_oov_indices, output_mode="one_hot"
+    )
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(3)(layer(inputs)))
+    plan = planned()
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())
+    if num_oov_indices:
+        plan.fit(model, x, Y, verbose=0)
+        return
+    with pytest.raises(ValueError, match="must accept padding.*`num_oov_indices=1`.*Received"):
+        plan.fit(model, x, Y, verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
 @pytest.mark.parametrize("filtered", [True, False])
 def test_padding_that_contributes_is_said_without_tensorflows_way_to_it(filtered, monkeypatch):
     class IgnoresWeights(tf.keras.Sequential):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
             return tf.reduce_mean(tf.keras.losses.sparse_categorical_crossentropy(y, y_pred, True))
 
-    monkeypatch.setattr(tracebacks, "_is_filtering", lambda: filtered)
+    monkeypatch.setattr(tracebacks, "is_filtering", lambda: filtered)
     plan = planned()
     model = IgnoresWeights([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(4)])
     model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())

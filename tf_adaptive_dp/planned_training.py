@@ -25,7 +25,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
-from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_assertions
+from tf_adaptive_dp._keras.tracebacks import is_filtering, level_of_caller, short_assertions
 from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
@@ -403,7 +403,7 @@ class PlannedTraining:
         history = RunHistory(lambda: monitor.not_private, path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
         self._optimizer, self.model, self._history = model.optimizer, model, history
-        with _naming_parts_of_batches(model), short_assertions():
+        with _explaining_batches(model), short_assertions():
             of_keras = model.fit(
                 batches,
                 epochs=0 if finished else plan.epochs,
@@ -678,10 +678,23 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
 
 
 @contextlib.contextmanager
-def _naming_parts_of_batches(model: keras.Model) -> Iterator[None]:
-    """Says what a batch is made of if a `train_step` of the model's own fails to unpack one."""
+def _explaining_batches(model: keras.Model) -> Iterator[None]:
+    """Says what a batch is made of if a `train_step` of the model's own fails to unpack one.
+
+    And what padding holds, if the model fails on that.
+    """
     try:
         yield
+    except tf.errors.InvalidArgumentError as error:
+        if not any(word in error.message for word in ("[UNK]", "num_oov_indices=0")):
+            raise
+        said = error.message.rpartition("\n\n")[2].partition("\n")[0].replace('\\"', '"')
+        raise ValueError(
+            "The model must accept padding. The batches of a plan are padded with rows of weight "
+            'zero, whose inputs are ones or the text "[UNK]". Give layers that look up words or '
+            "numbers a place for unknown ones, `num_oov_indices=1`, or encode the inputs before "
+            f"`fit`. Received: model={model.name!r}, whose step failed with: {said}"
+        ) from (None if is_filtering() else error)
     except ValueError as error:
         said = str(error).rstrip().rpartition("\n")[2].strip()
         if "too many values to unpack" not in said or not has_own(model, "train_step"):

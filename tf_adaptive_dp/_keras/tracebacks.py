@@ -49,7 +49,7 @@ def short_traceback(function: _Function) -> _Function:
             return function(*args, **kwargs)
         except (NotPrivateError, TypeError, ValueError) as error:
             is_own = isinstance(error, NotPrivateError) or "Received: " in str(error)
-            if not is_own or not _is_filtering():
+            if not is_own or not is_filtering():
                 raise
             found = error.with_traceback(None)
         raise found
@@ -67,7 +67,7 @@ def short_assertions() -> Iterator[None]:
         yield
     except tf.errors.InvalidArgumentError as error:
         failed = _FAILED_CHECK.search(error.message)
-        if failed is None or not _is_filtering():
+        if failed is None or not is_filtering():
             raise
         message = failed[1].replace("] [", " ")
         raise tf.errors.InvalidArgumentError(error.node_def, error.op, message) from None
@@ -122,6 +122,6 @@ def _is_between(frame: types.FrameType) -> bool:
     return package in _BETWEEN or "__autograph_generated_file" in frame.f_code.co_filename
 
 
-def _is_filtering() -> bool:
+def is_filtering() -> bool:
     settings = keras.config if GENERATION == 3 else tf.debugging
     return settings.is_traceback_filtering_enabled()
