@@ -144,7 +144,21 @@ def test_a_copy_is_told_from_a_moved_file(tmp_path):
         file.close()
 
 
-def test_a_file_without_an_inode_and_a_number_of_units_gets_them(tmp_path, monkeypatch):
+def test_a_copy_that_takes_the_place_of_a_deleted_file_is_noticed(tmp_path):
+    # Most file systems give it the inode of the file that was deleted.
+    path, older = tmp_path / "log", tmp_path / "older"
+    SegmentFile(path, fsync=False).close()
+    shutil.copy(path, older)
+    file = SegmentFile(path, fsync=False)
+    file.write(ONE, None)
+    file.close()
+    path.unlink()
+    shutil.copy(older, path)
+    with pytest.warns(UserWarning, match="was restored from one"):
+        assert opened(path) == []
+
+
+def test_a_file_without_an_identity_and_a_number_of_units_gets_them(tmp_path, monkeypatch):
     path = tmp_path / "log"
     with monkeypatch.context() as older:
         whole = files.json.dumps
@@ -156,7 +170,7 @@ def test_a_file_without_an_inode_and_a_number_of_units_gets_them(tmp_path, monke
         file = SegmentFile(path, fsync=False)
         file.write(ONE, None)
         file.close()
-    assert "inode" not in path.read_text()
+    assert "identity" not in path.read_text()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         file = SegmentFile(path, fsync=False)

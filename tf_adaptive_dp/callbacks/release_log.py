@@ -15,8 +15,8 @@ from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 
-# The logs, by their inodes, that announced or adopted the releases of an optimizer of this process.
-_LOGS_OF: weakref.WeakKeyDictionary[tf.keras.optimizers.Optimizer, set[int]] = (
+# The logs that announced or adopted the releases of an optimizer of this process: their identities.
+_LOGS_OF: weakref.WeakKeyDictionary[tf.keras.optimizers.Optimizer, set[str]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -152,7 +152,7 @@ class ReleaseLog(PrivateCallback):
         self._note_run_of(optimizer)
 
     def _note_run_of(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        _LOGS_OF.setdefault(optimizer, set()).add(self._file.inode)
+        _LOGS_OF.setdefault(optimizer, set()).add(self._file.identity)
 
     def require_run_of(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Raises if an optimizer has released gradients that are not of this run.
@@ -175,7 +175,7 @@ class ReleaseLog(PrivateCallback):
 
     def _require_not_trained_elsewhere(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Raises if this process trained something else with an optimizer; counts may agree."""
-        if self._file.inode in _LOGS_OF.get(optimizer, ()) or not self.num_releases:
+        if self._file.identity in _LOGS_OF.get(optimizer, ()) or not self.num_releases:
             return
         recorded = optimizer.ledger.num_recorded_here
         if recorded:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import warnings
 import zlib
 from pathlib import Path
+
+# Of Linux's `statx`.
+_AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
 
 
 def with_checksum(text: bytes) -> bytes:
@@ -37,12 +42,27 @@ def lock(file: int, in_use: str) -> None:
         raise RuntimeError(in_use) from None
 
 
-def inode(file: int) -> int:
-    """The number of an open file on its disk: a file keeps it when it moves, a copy has another."""
-    return os.fstat(file).st_ino
+def identity(file: int) -> str:
+    """What an open file on its disk keeps when it moves, and a copy has of its own.
+
+    The inode alone does not do: most file systems give that of a deleted file to the next new one,
+    such as the copy that is put in its place.
+    """
+    return f"{os.fstat(file).st_ino}.{_birth(file)}"
 
 
-def warn_if_copied(file: int, before: int, what: str, path: str | os.PathLike) -> None:
+def _birth(file: int) -> int:
+    """When an open file was created, in nanoseconds; 0 where the file system does not say."""
+    statx = getattr(ctypes.CDLL(None), "statx", None)  # Python has no function for it
+    found = ctypes.create_string_buffer(256)
+    if statx is None or statx(file, b"", _AT_EMPTY_PATH, _STATX_BTIME, found):
+        return 0
+    (mask,) = struct.unpack_from("=I", found, 0)
+    seconds, nanoseconds = struct.unpack_from("=qI", found, 80)
+    return seconds * 10**9 + nanoseconds if mask & _STATX_BTIME else 0
+
+
+def warn_if_copied(file: int, before: str, what: str, path: str | os.PathLike) -> None:
     """Warns that a record of releases is a copy, since nothing else tells a copy from its original.
 
     The copy and the original each count only what is released with them, although both may see the
@@ -50,11 +70,11 @@ def warn_if_copied(file: int, before: int, what: str, path: str | os.PathLike) -
 
     Args:
       file: the descriptor of the record.
-      before: its inode when it was created.
+      before: its `identity` when it was created.
       what: the beginning of the warning, such as "The release log".
       path: its path.
     """
-    if inode(file) != before:
+    if identity(file) != before:
         warnings.warn(
             f"{what} is a copy, or was restored from one. If the original was also used after it "
             "was copied, what was released then is missing here and ε is too small. Continue with "

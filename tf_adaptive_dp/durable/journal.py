@@ -12,7 +12,7 @@ from typing import NoReturn
 from tf_adaptive_dp.durable import files
 
 # Of the first line. Sorted after what a subclass writes, so that `beginning` stays true.
-_INODE = "with_inode"
+_IDENTITY = "with_identity"
 
 
 def encoded(entry: dict) -> bytes:
@@ -58,7 +58,7 @@ class Journal(abc.ABC):
     the first part of three messages: `_IN_USE` for a file that is already open, `_REFUSED` for a
     file that cannot be read, and `_OWNER`, what a file that was copied belongs to.
 
-    The first line also has the inode of the file, by which a copy is recognized.
+    The first line also has the identity of the file, by which a copy is recognized.
 
     Guarantee: when a method has returned, its entry survives any signal to the process, and a crash
     of the machine if the disk honors `fsync`. An entry that was not finished, or could not be
@@ -90,8 +90,8 @@ class Journal(abc.ABC):
         try:
             files.lock(self._file, f"{self._IN_USE} Received: {str(self._path)!r}")
             self._read(beginning)
-            if self._inode is not None:
-                files.warn_if_copied(self._file, self._inode, self._OWNER, self._path)
+            if self._identity is not None:
+                files.warn_if_copied(self._file, self._identity, self._OWNER, self._path)
         except BaseException:
             self.close()
             raise
@@ -107,14 +107,14 @@ class Journal(abc.ABC):
     def _read(self, beginning: bytes) -> None:
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         *lines, torn = content.split(b"\n")
-        self._inode: int | None = None  # of the file that was created first
+        self._identity: str | None = None  # of the file that was created first
         # After a power failure the file may end with zeros.
         if not lines and not beginning.startswith(torn.rstrip(b"\0")[: len(beginning)]):
             self._refuse(1)
         for number, line in enumerate(lines, 1):
             entry = _decoded(line + b"\n")
             if entry is not None and not self._end:
-                self._inode = entry.pop(_INODE, None)
+                self._identity = entry.pop(_IDENTITY, None)
             if entry is None or not self._may_follow(entry):
                 self._refuse(number)
             self._follow(entry)
@@ -137,7 +137,7 @@ class Journal(abc.ABC):
         if read is None or not self._may_follow(read):
             raise ValueError(f"This entry may not be written now. Received: {entry!r}")
         if not self._end:
-            line = encoded({**entry, _INODE: files.inode(self._file)})
+            line = encoded({**entry, _IDENTITY: files.identity(self._file)})
         # Written after the last complete line, so that it replaces an unfinished one.
         written = os.pwrite(self._file, line, self._end)
         if written != len(line):

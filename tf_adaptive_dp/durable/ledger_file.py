@@ -21,7 +21,7 @@ class _Record(NamedTuple):
 
     number: int
     segments: list[Segment]
-    inode: int | None = None
+    identity: str | None = None
     fewest_units: int | None = None
     adopted: bool = False
 
@@ -53,8 +53,8 @@ class SegmentFile:
     """Segments in a file that one process at a time can have open.
 
     Two records of equal size are written alternately, each with a number and a checksum, so the
-    earlier one remains until the later one is complete. Both have the inode of the file that was
-    created first, so that a copy is opened with a warning.
+    earlier one remains until the later one is complete. Both have the identity of the file that
+    was created first, so that a copy is opened with a warning.
 
     Guarantee: when `write` has returned, the segments survive any signal to the process, and with
     `fsync` also a crash of the machine if its disk honors it. An unfinished `write` has no effect.
@@ -65,7 +65,7 @@ class SegmentFile:
       segments: the releases that the file holds.
       fewest_units: `Ledger.fewest_units` as it was when they were written.
       adopted: whether all of them happened before there was a file.
-      inode: that of the file that was created first.
+      identity: that of the file that was created first.
     """
 
     def __init__(self, path: str | os.PathLike, *, fsync: bool):
@@ -90,15 +90,15 @@ class SegmentFile:
                 "one. End that process or call `close()` of the other log; give each training run "
                 f"a log of its own. Received: path={str(path)!r}",
             )
-            self.inode = files.inode(self._file)
-            self._number, self.segments, inode, self.fewest_units, self.adopted = self._read()
+            self.identity = files.identity(self._file)
+            self._number, self.segments, identity, self.fewest_units, self.adopted = self._read()
             if self._number < 0:
                 self.write([], None)
                 if fsync:
                     files.sync(self._path.parent)  # the name of the new file
-            elif inode is not None:
-                self.inode = inode
-                files.warn_if_copied(self._file, inode, "The release log", self._path)
+            elif identity is not None:
+                self.identity = identity
+                files.warn_if_copied(self._file, identity, "The release log", self._path)
         except BaseException:
             self.close()
             raise
@@ -107,7 +107,7 @@ class SegmentFile:
         """The newest complete record; number -1 if none was ever finished."""
         content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
         none = _Record(-1, [])
-        if _Record(0, [], self.inode).encoded().startswith(content.rstrip(b"\0")):
+        if _Record(0, [], self.identity).encoded().startswith(content.rstrip(b"\0")):
             return none
         records = [_decoded(content[i : i + _RECORD_BYTES]) for i in (0, _RECORD_BYTES)]
         newest = max(filter(None, records), key=lambda record: record.number, default=none)
@@ -135,7 +135,7 @@ class SegmentFile:
           OSError: if the file cannot be written; its content is then unchanged.
         """
         number = self._number + 1
-        record = _Record(number, list(segments), self.inode, fewest_units, adopted).encoded()
+        record = _Record(number, list(segments), self.identity, fewest_units, adopted).encoded()
         written = os.pwrite(self._file, record, number % 2 * _RECORD_BYTES)
         if written != len(record):
             raise OSError(f"Only {written} of {len(record)} bytes were written to {self._path}")
