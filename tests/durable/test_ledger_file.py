@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tf_adaptive_dp import ReleaseLog
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 from tf_adaptive_dp.durable import ledger_file as files
+from tf_adaptive_dp.durable.files import Clock
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 
 RECORD = 8192
@@ -156,6 +158,51 @@ def test_a_copy_that_takes_the_place_of_a_deleted_file_is_noticed(tmp_path):
     shutil.copy(older, path)
     with pytest.warns(UserWarning, match="was restored from one"):
         assert opened(path) == []
+
+
+LATER = 10 * 10**9  # ten seconds
+
+
+@pytest.mark.parametrize("older", [0, 1, 2])
+def test_an_older_copy_that_is_written_into_the_file_is_noticed(tmp_path, monkeypatch, older):
+    path = tmp_path / "log"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Clock, "now", lambda clock: time.time_ns() - LATER)
+        states = states_of_a_file(path)
+    path.write_bytes(states[older])
+    with pytest.warns(UserWarning, match="changed after it was last written.*ε is too small"):
+        file = SegmentFile(path, fsync=False)
+    assert file.segments == [[], ONE, TWO][older]
+    file.write(THREE, None)
+    file.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert opened(path) == THREE
+
+
+def test_a_record_that_was_not_finished_is_no_copy(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Clock, "now", lambda clock: time.time_ns() - LATER)
+        states = states_of_a_file(path)
+    for number in (1, 2):
+        slot = number % 2 * RECORD
+        torn = states[number][slot : slot + 40].ljust(RECORD, b"\0")
+        path.write_bytes(states[number - 1][:slot] + torn + states[number - 1][slot + RECORD :])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert opened(path) == [[], ONE][number - 1]
+
+
+def test_a_file_system_whose_clock_is_ahead_makes_no_copies(tmp_path, monkeypatch):
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - LATER)
+    file = SegmentFile(tmp_path / "log", fsync=False)
+    file.write(ONE, None)
+    file.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert opened(tmp_path / "log") == ONE
 
 
 def test_a_file_without_an_identity_and_a_number_of_units_gets_them(tmp_path, monkeypatch):

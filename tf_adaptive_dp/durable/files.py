@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import time
 import warnings
 import zlib
 from pathlib import Path
 
 # Of Linux's `statx`.
 _AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
+# How much later than its last line says a file may have been written, in nanoseconds.
+_LATER = 2 * 10**9
 
 
 def with_checksum(text: bytes) -> bytes:
@@ -62,25 +65,54 @@ def _birth(file: int) -> int:
     return seconds * 10**9 + nanoseconds if mask & _STATX_BTIME else 0
 
 
-def warn_if_copied(file: int, before: str, what: str, path: str | os.PathLike) -> None:
-    """Warns that a record of releases is a copy, since nothing else tells a copy from its original.
+class Clock:
+    """The time at which a file is written, by its file system, which may be that of a server.
 
-    The copy and the original each count only what is released with them, although both may see the
-    same data.
+    A line of the file that says when it was written shows whether anything else was written later,
+    such as an older copy into the same file, which keeps its `identity`.
+    """
+
+    def __init__(self, file: int) -> None:
+        """Creates the clock of an open file."""
+        self._file, self._ahead = file, 0
+
+    def now(self) -> int:
+        """What the file system will say if the file is written now, in nanoseconds."""
+        return time.time_ns() + self._ahead
+
+    def compare(self) -> None:
+        """Compares the clocks; call it when the file has just been written."""
+        self._ahead = os.fstat(self._file).st_ctime_ns - time.time_ns()
+
+
+def warn_if_restored(
+    file: int, identity_before: str, written: int | None, what: str, path: str | os.PathLike
+) -> None:
+    """Warns that a record of releases is a copy, or that one was put in its place.
+
+    Nothing else tells a copy from its original. The copy and the original each count only what is
+    released with them, although both may see the same data.
 
     Args:
       file: the descriptor of the record.
-      before: its `identity` when it was created.
+      identity_before: its `identity` when it was created.
+      written: when it was last written, by its `Clock`; `None` if its content does not say that.
       what: the beginning of the warning, such as "The release log".
       path: its path.
     """
-    if identity(file) != before:
-        warnings.warn(
-            f"{what} is a copy, or was restored from one. If the original was also used after it "
-            "was copied, what was released then is missing here and ε is too small. Continue with "
-            f"only one of them. Received: {str(path)!r}",
-            stacklevel=5,
-        )
+    if identity(file) != identity_before:
+        how, harmless = "is a copy, or was restored from one", ""
+    elif written is not None and os.fstat(file).st_ctime_ns > written + _LATER:
+        how = "was changed after it was last written, as if a copy was put in its place"
+        harmless = "If only its name or its permissions were changed, nothing is missing. "
+    else:
+        return
+    warnings.warn(
+        f"{what} {how}. If the original was also used after it was copied, what was released then "
+        f"is missing here and ε is too small. Continue with only one of them. {harmless}Received: "
+        f"{str(path)!r}",
+        stacklevel=5,
+    )
 
 
 def sync(path: str | os.PathLike) -> None:

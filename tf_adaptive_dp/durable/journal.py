@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from tf_adaptive_dp.durable import files
 
-# Of the first line. Sorted after what a subclass writes, so that `beginning` stays true.
-_IDENTITY = "with_identity"
+# Of the first line, and of every line. Sorted after what a subclass writes, so that `beginning`
+# stays true.
+_IDENTITY, _WRITTEN = "with_identity", "written"
 
 
 def encoded(entry: dict) -> bytes:
@@ -58,7 +59,8 @@ class Journal(abc.ABC):
     the first part of three messages: `_IN_USE` for a file that is already open, `_REFUSED` for a
     file that cannot be read, and `_OWNER`, what a file that was copied belongs to.
 
-    The first line also has the identity of the file, by which a copy is recognized.
+    The first line also has the identity of the file, and every line the time, by which a copy is
+    recognized.
 
     Guarantee: when a method has returned, its entry survives any signal to the process, and a crash
     of the machine if the disk honors `fsync`. An entry that was not finished, or could not be
@@ -87,11 +89,14 @@ class Journal(abc.ABC):
         self._path, self._end = Path(path), 0  # where the last whole line ends
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._close = weakref.finalize(self, os.close, self._file)
+        self._clock = files.Clock(self._file)
         try:
             files.lock(self._file, f"{self._IN_USE} Received: {str(self._path)!r}")
             self._read(beginning)
             if self._identity is not None:
-                files.warn_if_copied(self._file, self._identity, self._OWNER, self._path)
+                files.warn_if_restored(
+                    *(self._file, self._identity, self._written, self._OWNER, self._path)
+                )
         except BaseException:
             self.close()
             raise
@@ -108,17 +113,22 @@ class Journal(abc.ABC):
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         *lines, torn = content.split(b"\n")
         self._identity: str | None = None  # of the file that was created first
+        self._written: int | None = None  # when the last line was
         # After a power failure the file may end with zeros.
         if not lines and not beginning.startswith(torn.rstrip(b"\0")[: len(beginning)]):
             self._refuse(1)
         for number, line in enumerate(lines, 1):
             entry = _decoded(line + b"\n")
-            if entry is not None and not self._end:
-                self._identity = entry.pop(_IDENTITY, None)
+            if entry is not None:
+                self._written = entry.pop(_WRITTEN, None)
+                if not self._end:
+                    self._identity = entry.pop(_IDENTITY, None)
             if entry is None or not self._may_follow(entry):
                 self._refuse(number)
             self._follow(entry)
             self._end += len(line) + 1
+        if torn:  # and written after the last line
+            self._written = None
 
     def _refuse(self, line: int) -> NoReturn:
         raise ValueError(
@@ -132,17 +142,17 @@ class Journal(abc.ABC):
           ValueError: if the entry may not come now.
           OSError: if it cannot be written; the entry then counts as absent.
         """
-        line = encoded(entry)
-        read = _decoded(line)
+        read = _decoded(encoded(entry))
         if read is None or not self._may_follow(read):
             raise ValueError(f"This entry may not be written now. Received: {entry!r}")
-        if not self._end:
-            line = encoded({**entry, _IDENTITY: files.identity(self._file)})
+        of_file = {} if self._end else {_IDENTITY: files.identity(self._file)}
+        line = encoded({**entry, **of_file, _WRITTEN: self._clock.now()})
         # Written after the last complete line, so that it replaces an unfinished one.
         written = os.pwrite(self._file, line, self._end)
         if written != len(line):
             raise OSError(f"Only {written} of {len(line)} bytes were written to {self._path}")
         os.ftruncate(self._file, self._end + written)
+        self._clock.compare()
         os.fsync(self._file)
         if not self._end:
             files.sync(self._path.parent)  # the name of a new file

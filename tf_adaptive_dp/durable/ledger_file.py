@@ -24,6 +24,7 @@ class _Record(NamedTuple):
     identity: str | None = None
     fewest_units: int | None = None
     adopted: bool = False
+    written: int | None = None
 
     def encoded(self) -> bytes:
         """One line of `_RECORD_BYTES` with a checksum."""
@@ -49,12 +50,22 @@ def _decoded(line: bytes) -> _Record | None:
     return _Record(content["record"], segments, **others)
 
 
+def _is_unfinished_beginning(content: bytes, identity: str) -> bool:
+    """Whether a file holds a part of its first record, or nothing."""
+    before_time = _Record(0, [], identity).encoded().partition(b'"written"')[0]
+    found = content.rstrip(b"\0")
+    if not found.startswith(before_time):
+        return before_time.startswith(found)
+    return len(content) <= _RECORD_BYTES and _decoded(content) is None
+
+
 class SegmentFile:
     """Segments in a file that one process at a time can have open.
 
     Two records of equal size are written alternately, each with a number and a checksum, so the
     earlier one remains until the later one is complete. Both have the identity of the file that
-    was created first, so that a copy is opened with a warning.
+    was created first, and the time, so that a copy is opened with a warning, also one that was
+    written into the file.
 
     Guarantee: when `write` has returned, the segments survive any signal to the process, and with
     `fsync` also a crash of the machine if its disk honors it. An unfinished `write` has no effect.
@@ -90,15 +101,19 @@ class SegmentFile:
                 "one. End that process or call `close()` of the other log; give each training run "
                 f"a log of its own. Received: path={str(path)!r}",
             )
-            self.identity = files.identity(self._file)
-            self._number, self.segments, identity, self.fewest_units, self.adopted = self._read()
+            self.identity, self._clock = files.identity(self._file), files.Clock(self._file)
+            newest = self._read()
+            self._number, self.segments = newest.number, newest.segments
+            self.fewest_units, self.adopted = newest.fewest_units, newest.adopted
             if self._number < 0:
                 self.write([], None)
                 if fsync:
                     files.sync(self._path.parent)  # the name of the new file
-            elif identity is not None:
-                self.identity = identity
-                files.warn_if_copied(self._file, identity, "The release log", self._path)
+            elif newest.identity is not None:
+                self.identity = newest.identity
+                files.warn_if_restored(
+                    *(self._file, newest.identity, newest.written, "The release log", self._path)
+                )
         except BaseException:
             self.close()
             raise
@@ -107,7 +122,7 @@ class SegmentFile:
         """The newest complete record; number -1 if none was ever finished."""
         content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
         none = _Record(-1, [])
-        if _Record(0, [], self.identity).encoded().startswith(content.rstrip(b"\0")):
+        if _is_unfinished_beginning(content, self.identity):
             return none
         records = [_decoded(content[i : i + _RECORD_BYTES]) for i in (0, _RECORD_BYTES)]
         newest = max(filter(None, records), key=lambda record: record.number, default=none)
@@ -124,7 +139,9 @@ class SegmentFile:
                 "The file is not a release log, or it is damaged: it does not show how much was "
                 f"released. Nothing was changed. Received: path={str(self._path)!r}"
             )
-        return newest
+        # After an unfinished `write`, the time is that of the record before.
+        unfinished = other is None and len(content) > _RECORD_BYTES
+        return newest._replace(written=None) if unfinished else newest
 
     def write(
         self, segments: Sequence[Segment], fewest_units: int | None, *, adopted: bool = False
@@ -135,8 +152,10 @@ class SegmentFile:
           OSError: if the file cannot be written; its content is then unchanged.
         """
         number = self._number + 1
-        record = _Record(number, list(segments), self.identity, fewest_units, adopted).encoded()
+        content = (number, list(segments), self.identity, fewest_units, adopted)
+        record = _Record(*content, self._clock.now()).encoded()
         written = os.pwrite(self._file, record, number % 2 * _RECORD_BYTES)
+        self._clock.compare()
         if written != len(record):
             raise OSError(f"Only {written} of {len(record)} bytes were written to {self._path}")
         if self._fsync:

@@ -1,11 +1,14 @@
 """The journal of a search: whole at every moment, or refused."""
 
 import os
+import re
 import shutil
+import time
 import warnings
 
 import pytest
 
+from tf_adaptive_dp.durable.files import Clock
 from tf_adaptive_dp.tuning.keras_tuner import search_journal as journals
 from tf_adaptive_dp.tuning.keras_tuner.search_journal import SearchJournal
 
@@ -27,6 +30,10 @@ def read(path):
     journal = SearchJournal(path)
     journal.close()
     return journal.search, journal._drawn, journal.begun, journal.ended
+
+
+def without_times(content):
+    return re.sub(rb'"written": \d+} \w{8}', b"", content)
 
 
 def test_what_was_noted_is_there_when_it_is_opened_again(tmp_path):
@@ -58,7 +65,7 @@ def test_after_a_torn_entry_it_goes_on(tmp_path, left):
     journal = SearchJournal(path)
     journal.note_begun()
     journal.close()
-    assert path.read_bytes() == content
+    assert without_times(path.read_bytes()) == without_times(content)
 
 
 @pytest.mark.parametrize("position", [3, 40, -20])
@@ -166,3 +173,22 @@ def test_a_copy_is_told_from_a_moved_file(tmp_path):
     for _ in range(2):  # not only the first time
         with pytest.warns(UserWarning, match="^The search's folder is a copy.*ε is too small"):
             assert read(tmp_path / "copy") == (SEARCH, PLAN, 2, [OUTCOME])
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_older_copy_that_is_written_into_the_file_is_noticed(tmp_path, monkeypatch, torn):
+    path = tmp_path / "journal"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Clock, "now", lambda clock: time.time_ns() - 10 * 10**9)
+        written(path)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    if torn:  # by a kill: the file was changed after its last line, but by its own process
+        path.write_bytes(b"".join(lines[:-1]) + lines[-1][:5])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            read(path)
+        return
+    path.write_bytes(b"".join(lines[:-1]))
+    with pytest.warns(UserWarning, match="changed after it was last written.*ε is too small"):
+        read(path)
