@@ -140,6 +140,13 @@ def overlap(w, x):
         return tf.reduce_sum(squares(x, w)) / tf.reduce_sum(squares(x, w) + x[..., 0] ** 2)
 
 
+def cox(w, x):
+    """The partial likelihood of survival analysis."""
+    risk, time = each(x, w), x[:, 0, 0]
+    at_risk = tf.cast(time[None, :] >= time[:, None], tf.float32)
+    return -mean(x[:, 1, 0] * (risk - tf.math.log(tf.reduce_sum(at_risk * tf.exp(risk), axis=1))))
+
+
 NO_SUMS = {
     "root of the mean": (
         lambda w, x: tf.sqrt(mean(each(x, w))),
@@ -152,8 +159,9 @@ NO_SUMS = {
     ),
     "mean over valid entries": (
         lambda w, x: tf.reduce_sum(squares(x, w)) / tf.reduce_sum(x[:, 0, 0]),
-        'divides by numbers that depend.*mask_zero=True.*reduction="sum".*count of its own',
+        'divides by numbers that depend.*mask_zero=True.*reduction="sum".*count of.*divide_no_nan',
     ),
+    "compared with those at risk": (cox, "combines each example with every other one"),
     "an overlap of the whole batch": (overlap, r"divides by numbers.*`Dice\(axis=\(1, 2, 3\)\)`"),
     "mean of the batch in a nonlinearity": (
         lambda w, x: mean((each(x, w) - mean(each(x, w))) ** 2),

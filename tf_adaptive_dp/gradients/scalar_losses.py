@@ -37,8 +37,8 @@ _ONE_PER_EXAMPLE = (
 _OWN_COUNT = (
     'If a layer masks entries (`mask_zero=True`), give the Keras loss `reduction="sum"`, which '
     "adds up the valid entries of each example. For a mean over them, divide the losses of each "
-    "example by a count of its own: `tf.reduce_sum(mask * loss, axis=1) / tf.reduce_sum(mask, "
-    'axis=1)`, with the losses of a Keras loss that has `reduction="none"`.'
+    "example by a count of its own: `tf.math.divide_no_nan(tf.reduce_sum(mask * loss, axis=1), "
+    'tf.reduce_sum(mask, axis=1))`, with the losses of a Keras loss that has `reduction="none"`.'
 )
 _DICE = (
     "Give the Keras loss the axes of one example, such as `Dice(axis=(1, 2, 3))` for images: by "
@@ -270,6 +270,8 @@ def _unscaled(term: _Term, batch_axes: BatchAxes) -> _Term:
             layout = batch_axes[term.tensor]
             if isinstance(layout, CrossExample) and layout.op is op:  # not what the number is of
                 refuse_mixed(layout)
+            if "every other one" in getattr(batch_axes[number], "why", ""):  # it is no count
+                _refuse_mixed(number, batch_axes)
         if batch_axes[number] == batch_axes[tensor]:  # it is the size of what mixed before
             list(_terms(tensor, batch_axes))  # which may know more of what mixed, and refuse it
             _refuse_mixed(tensor, batch_axes)
