@@ -102,6 +102,30 @@ def test_full_batches_of_a_data_set_have_the_expected_size(batches, recwarn):
     assert made.optimizer.expected_batch_size == 8.0
 
 
+def generated(num_examples=20):
+    def each():
+        yield from zip(*catalogue.data(num_examples))
+
+    return tf.data.Dataset.from_generator(each, output_signature=examples().element_spec)
+
+
+@pytest.mark.parametrize("data", [lambda: examples().filter(lambda x, y: True), generated])
+def test_full_batches_of_a_data_set_of_unknown_size_have_the_expected_size(data):
+    made = model()
+    made.fit(data().shuffle(20).batch(8).prefetch(2), epochs=2, verbose=0)
+    assert made.optimizer.ledger.segments == [(1.0, 8.0, 6)]
+    assert made.optimizer.expected_batch_size == 8.0
+
+
+def test_a_data_set_of_unknown_size_may_have_no_smaller_batch():
+    made = model(num_microbatches=2)
+    made.fit(generated(16).batch(8), verbose=0)
+    assert made.optimizer.ledger.num_releases == 2
+    made = model()
+    made.fit(generated().batch(8, drop_remainder=True), verbose=0)
+    assert made.optimizer.expected_batch_size is None
+
+
 def test_a_data_set_that_repeats_goes_on_after_its_smaller_batch():
     made = model()
     made.fit(examples().batch(8).repeat(), steps_per_epoch=4, verbose=0)

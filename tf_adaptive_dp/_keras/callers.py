@@ -112,13 +112,14 @@ class RunningFit:
         drawn = steps or of_epoch
         return of_pass if of_pass and drawn and drawn * self.num_epochs > of_pass else None
 
-    def sizes_of_batches(self) -> tuple[int, int] | None:
+    def sizes_of_batches(self) -> tuple[int, int | None] | None:
         """The size of the batches, and that of the last one if it differs.
 
         Returns:
-          `None` if all batches have one size, or if that is unknown: for data that are neither
-          arrays nor batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`, which
-          may end epochs before the last batch.
+          The size of the last one is `None` for a data set of an unknown number of examples.
+          `None` in place of both if all batches have one size, or if that is unknown: for data that
+          are neither arrays nor batches of a `tf.data.Dataset`, and for arrays with
+          `steps_per_epoch`, which may end epochs before the last batch.
         """
         steps = self._variables.get("steps_per_epoch")
         if self.dataset is not None:

@@ -31,8 +31,11 @@ _CHOICES = {
 
 def sizes_of_batches(
     dataset: tf.data.Dataset, num_batches: int | None = None
-) -> tuple[int, int] | None:
+) -> tuple[int, int | None] | None:
     """The size of the batches that `batch` makes, and that of the last one if it is smaller.
+
+    If the number of examples is unknown, as after `filter` or in files, so is the size of the last
+    one, which is `None` then.
 
     A `map` after `batch` may still give batches of other sizes.
 
@@ -41,8 +44,7 @@ def sizes_of_batches(
       num_batches: how many are drawn, if not all of them.
 
     Returns:
-      `None` if all batches have one size, or if that is unknown: if the number of examples is not
-      known, or if something other than `batch` makes the batches.
+      `None` if all batches have one size, or if something other than `batch` makes them.
     """
     batched = _batched(dataset, among=_LEAVES_BATCHES)
     if batched is None:
@@ -52,6 +54,8 @@ def sizes_of_batches(
     drops_remainder = tf.get_static_value(dataset._drop_remainder)
     with tf.init_scope():  # a step may be traced now
         num_examples = int(input_datasets(dataset)[0].cardinality())
+    if num_examples == tf.data.UNKNOWN_CARDINALITY and size is not None and not drops_remainder:
+        return int(size), None
     if drops_remainder or size is None or num_examples <= size or num_examples % size == 0:
         return None
     if num_batches is not None and num_batches <= num_examples // size:

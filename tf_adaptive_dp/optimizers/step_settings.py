@@ -43,7 +43,7 @@ def _has_tensor_float_32() -> bool:
 
 
 def settle_batch_size(optimizer: Any) -> None:
-    """Takes the expected batch size from the data of `fit` if their last batch is smaller.
+    """Takes the expected batch size from the data of `fit` if their last batch may be smaller.
 
     `batch_size` of `fit`, and that of a `tf.data.Dataset`, are public. Where it cannot be the
     expected size, as with microbatches, such data are rejected before anything is released;
@@ -63,6 +63,8 @@ def settle_batch_size(optimizer: Any) -> None:
         with tf.init_scope():
             optimizer.take_batch_size(size)
         return
+    if last is None:
+        return  # it may be as large as the others
     given = "" if groups is None else f", num_microbatches={groups}"
     without = "" if groups is None else " without `num_microbatches`"
     raise ValueError(

@@ -210,8 +210,9 @@ def _refuse_other_shapes(column: Sequence[np.ndarray]) -> None:
             f"{SINGLE_EXAMPLES} Received: elements of shape {first}, and a last one of {last}"
         )
     raise ValueError(
-        "All examples of the dataset must have the shapes of the first one: pad or crop them. "
-        f"{SINGLE_EXAMPLES} Received: shape {last} after {first}"
+        "All examples of the dataset must have the shapes of the first one: pad or crop them; or, "
+        "if these are batches, leave `.batch(...)` out, since batches are drawn at random. "
+        f"Received: shape {last} after {first}"
     )
 
 
