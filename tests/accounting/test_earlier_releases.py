@@ -404,6 +404,54 @@ def test_formats_in_which_the_ledger_travels(path, whole, tmp_path):
     assert new.optimizer.ledger.segments == [(0.5, 8.0, 8)]
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("case", ["compiled anew", "a frozen part of another model"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "m.keras",
+        "m.h5",
+        "w.weights.h5",
+        pytest.param(
+            "directory",
+            marks=pytest.mark.skipif(GENERATION == 3, reason="Keras 3 writes no SavedModel"),
+        ),
+    ],
+)
+def test_releases_whose_ledger_was_loaded_are_told_though_no_step_followed(path, case, tmp_path):
+    model = catalogue.mlp()
+    catalogue.fit(compiled(model))
+    load = _weights_into_a_new_model if "weights" in path else _whole
+    with silent():
+        loaded = load(str(tmp_path / path))(model)
+    old = loaded.optimizer
+    if case == "compiled anew":
+        new = compiled(loaded)
+    else:
+        loaded.trainable = False
+        new = compiled(keras.Sequential([loaded, keras.layers.Dense(3)]))
+    with told(4, (0.5, 8.0, 4)):
+        catalogue.fit(new)
+    with silent():  # once; and a copy of what was loaded has all there is to tell
+        catalogue.fit(new)
+        copy = type(old).from_config(old.get_config())
+        other = load(str(tmp_path / path))(model)
+        other.compile(copy, catalogue.loss())
+        catalogue.fit(other)
+
+
+def test_copies_that_make_no_step_are_not_told_twice():
+    weights, old = variables(2), optimizer()
+    train(old, weights, 3)
+    copy = carried_by_its_configuration(old)
+    copy.build(weights)
+    with silent():
+        train(old, weights)
+    other = optimizer()
+    with told(4, (0.5, 4.0, 4)):
+        train(other, weights)
+
+
 def test_the_statement_says_that_it_counts_one_ledger():
     ledger = [Segment(2.0, 200.0, 6_000)]
     text = dp.privacy_statement(_Ledger(ledger), 60_000, 1e-5, sampling="poisson")

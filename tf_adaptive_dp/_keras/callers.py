@@ -49,6 +49,18 @@ def running_models() -> list[keras.Model]:
     return list({id(o): o for o in _owners() if isinstance(o, keras.Model)}.values())
 
 
+def trained_variables_of_loaded_model() -> list[tf.Variable]:
+    """Those of the model whose `.h5` file or SavedModel Keras is reading, if it is.
+
+    Keras makes the model first, and does not build its optimizer for them.
+    """
+    for caller in _callers():
+        if caller.f_code.co_name in ("load_model_from_hdf5", "load") and _is_of_keras(caller):
+            model = caller.f_locals.get("model")
+            return list(model.trainable_variables) if isinstance(model, keras.Model) else []
+    return []
+
+
 def is_in_fit() -> bool:
     """Whether a model's `fit` is among the callers.
 

@@ -82,9 +82,10 @@ def warn_of_earlier_releases(
     has trained the variables hears of it. So within a process, the function reports all releases on
     one of the variables that `ledger` does not hold, once for each ledger.
     When training begins, it also reports those on the variables that the loss reads, such as the
-    frozen ones of a model, but not of an eager step. It cannot see copied values (`set_weights`,
-    files without the optimizer, clones), other processes, optimizers without a ledger, or an
-    optimizer that continues after its releases were taken over.
+    frozen ones of a model, but not of an eager step. Releases of another process are reported if
+    their ledger was loaded into an optimizer that was built for the variables (`note_ledger`). It
+    cannot see copied values (`set_weights`, files without the optimizer, clones), optimizers
+    without a ledger, or an optimizer that continues after its releases were taken over.
 
     Args:
       variables: the variables to train.
@@ -97,13 +98,12 @@ def warn_of_earlier_releases(
     earlier: dict[int, _Noted] = {}
     is_new = False  # the ledger for one of the variables
     _told(ledger)  # from now on
-    before = [v for v in variables if any(n.ledger is ledger for n in getattr(v, _ATTRIBUTE, ()))]
+    before = _trained_by(ledger, variables)
     for variable in variables:
-        noted = getattr(variable, _ATTRIBUTE, ())
-        if all(other.ledger is not ledger for other in noted):
+        if not _trained_by(ledger, [variable]):
+            noted = [n for n in getattr(variable, _ATTRIBUTE, ()) if n.ledger is not ledger]
             earlier.update((id(other.ledger), other) for other in noted)
-            setattr(variable, _ATTRIBUTE, (*noted, _Noted(ledger, ledger.restorations)))
-            _NOTED.update((id(copy.handle), variable) for copy in local_copies(variable))
+            _note(variable, [*noted, _Noted(ledger, ledger.restorations)])
             is_new = True
     others = [_NOTED[handle] for handle in read if is_new and handle in _NOTED]
     for variable in others:
@@ -148,8 +148,36 @@ def warn_of_releases_since(variables: Sequence[tf.Variable], ledger: Ledger) -> 
       variables: those that may have been trained.
       ledger: the ledger that counts their training.
     """
-    own = [v for v in variables if any(n.ledger is ledger for n in getattr(v, _ATTRIBUTE, ()))]
-    warn_of_earlier_releases(own, ledger)
+    warn_of_earlier_releases(_trained_by(ledger, variables), ledger)
+
+
+def note_ledger(variables: Sequence[tf.Variable], ledger: Ledger) -> None:
+    """Notes that a ledger may hold releases on variables although its optimizer made no step yet.
+
+    A state that is loaded brings those of another process; see `warn_of_earlier_releases`.
+
+    Args:
+      variables: those that the optimizer of the ledger was built for.
+      ledger: it may be loaded later.
+    """
+    for variable in variables:
+        noted = getattr(variable, _ATTRIBUTE, ())
+        if all(other.ledger is not ledger for other in noted):
+            _note(variable, [*noted, _Noted(ledger, ledger.restorations, has_trained=False)])
+
+
+def _note(variable: tf.Variable, noted: Iterable[_Noted]) -> None:
+    setattr(variable, _ATTRIBUTE, tuple(noted))
+    _NOTED.update((id(copy.handle), variable) for copy in local_copies(variable))
+
+
+def _trained_by(ledger: Ledger, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
+    """The variables that a step of this process has trained whose release the ledger counts."""
+    return [
+        v
+        for v in variables
+        if any(n.ledger is ledger and n.has_trained for n in getattr(v, _ATTRIBUTE, ()))
+    ]
 
 
 def _of_others_since(variables: Sequence[tf.Variable], ledger: Ledger) -> list[Ledger]:
@@ -157,7 +185,12 @@ def _of_others_since(variables: Sequence[tf.Variable], ledger: Ledger) -> list[L
 
     A ledger that was restored meanwhile is taken to have what it should.
     """
-    noted = [n.ledger for v in variables for n in getattr(v, _ATTRIBUTE) if n.ledger is not ledger]
+    noted = [
+        n.ledger
+        for v in variables
+        for n in getattr(v, _ATTRIBUTE)
+        if n.ledger is not ledger and n.has_trained
+    ]
     others = [other for other in {id(n): n for n in noted}.values() if other.num_releases]
     told = _told(ledger)
     if told.restorations != ledger.restorations:
@@ -174,9 +207,9 @@ def _told(ledger: Ledger) -> _Told:
 
 
 def were_trained_privately(variables: Sequence[tf.Variable]) -> bool:
-    """Whether releases have trained any of these variables, as far as this process knows."""
+    """Whether releases of this process have trained any of these variables."""
     noted = [other for v in variables for other in getattr(native(v), _ATTRIBUTE, ())]
-    return any(other.ledger.num_releases for other in noted)
+    return any(other.has_trained and other.ledger.num_releases for other in noted)
 
 
 @dataclasses.dataclass
@@ -188,18 +221,33 @@ class _Told:
 
 
 class _Noted(NamedTuple):
-    """A ledger, and how often it had been restored when a variable noted it."""
+    """A ledger that a variable noted.
+
+    Attributes:
+      ledger: the ledger.
+      restorations: how often it had been restored then.
+      has_trained: whether its optimizer trained the variable in this process.
+    """
 
     ledger: Ledger
     restorations: int
+    has_trained: bool = True
 
 
 def _without_doubles(spent: dict[int, list[Segment]], earlier: dict[int, _Noted]) -> dict:
-    """Leaves out ledgers whose releases another one took over after a variable had noted it."""
+    """Leaves out ledgers whose releases another one took over after a variable had noted it.
+
+    One that has not trained the variable may have got them as a copy, or from a file.
+    """
     for key, noted in earlier.items():
-        if key in spent and noted.ledger.restorations > noted.restorations:
-            others = {k: segments for k, segments in spent.items() if k != key}
-            spent = {key: spent[key], **_not_held(spent[key], others)}
+        if key not in spent:
+            continue
+        others = {k: segments for k, segments in spent.items() if k != key}
+        own = {key: spent[key]}
+        if not noted.has_trained and any(not _not_held(s, own) for s in others.values()):
+            spent = others
+        elif not noted.has_trained or noted.ledger.restorations > noted.restorations:
+            spent = {**own, **_not_held(spent[key], others)}
     return spent
 
 

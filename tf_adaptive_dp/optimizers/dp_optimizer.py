@@ -16,7 +16,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.callers import is_in_fit, running_fit
+from tf_adaptive_dp._keras.callers import is_in_fit, running_fit, trained_variables_of_loaded_model
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
     add_state,
@@ -31,7 +31,7 @@ from tf_adaptive_dp._keras.variables import (
     uncounted_variables,
 )
 from tf_adaptive_dp.accounting import noise_strategies
-from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
+from tf_adaptive_dp.accounting.earlier_releases import note_ledger, warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
@@ -496,6 +496,12 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             return
         self._preconditioning.build_in(self, var_list)
         super().build(var_list)
+        self._note_ledger(var_list)
+
+    def _note_ledger(self, var_list: Sequence[tf.Variable]) -> None:
+        """Lets the variables know the ledger, which may be loaded, as a later optimizer has to."""
+        if tf.executing_eagerly() and not self._only_inspects:
+            note_ledger([native(v) for v in var_list], self.ledger)
 
     def _build_outside(self, variables: Sequence[tf.Variable], loss: tf.Tensor) -> None:
         """Creates slots in the first step without having its `tf.function` traced twice."""
@@ -713,6 +719,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             optimizer.ledger.restore(segments, checks_of)
             optimizer.ledger.fewest_units = fewest
             optimizer.ledger.chosen_by_search = chosen
+            optimizer._note_ledger(trained_variables_of_loaded_model())
         return optimizer
 
 
