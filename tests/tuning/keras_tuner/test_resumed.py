@@ -65,6 +65,29 @@ def test_an_interrupted_search_that_lost_its_record_is_refused(
             tuned.search(tuned.tuner(tmp_path))
 
 
+@pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
+def test_a_journal_that_is_older_than_the_trials_is_refused(tmp_path, monkeypatch, strategy):
+    def interrupted(*results):
+        tuned.Fake(monkeypatch, *results, KeyboardInterrupt(), draws=DRAWS)
+        with pytest.raises(KeyboardInterrupt):
+            tuned.search(tuned.tuner(tmp_path, strategy=strategy, num_trials=2))
+
+    interrupted()
+    journal = tmp_path / "search" / "secret" / "journal"
+    older = journal.read_bytes()
+    interrupted(0.5)
+    before = tuned.everything_in(tmp_path)
+    newest = journal.read_bytes()
+    journal.write_bytes(older)
+    tuned.Fake(monkeypatch)  # which would fail
+    with pytest.raises(ValueError, match="journal of the search is older than its candidates"):
+        tuned.search(tuned.tuner(tmp_path, strategy=strategy, num_trials=2))
+    journal.write_bytes(newest)
+    assert tuned.everything_in(tmp_path) == before
+    tuned.Fake(monkeypatch, 0.25)
+    tuned.search(tuned.tuner(tmp_path, strategy=strategy, num_trials=2))
+
+
 @pytest.mark.slow
 def test_a_finished_search_returns_at_once(tmp_path, monkeypatch, capsys):
     tuned.Fake(monkeypatch, *[0.5] * 3)

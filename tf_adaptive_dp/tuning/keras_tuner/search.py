@@ -120,6 +120,7 @@ class Search:
             journal.begin(self.describe(), drawn)
         else:
             search_journal.compare(journal.search, self.describe(), str(self._folder))
+            self._require_newest(journal)
         draws = journal.drawn["draws"]
         self._models = journal.models
         if not journal.begun or not self._plan.strategy.releases_all:
@@ -136,6 +137,23 @@ class Search:
         for number in range(len(journal.ended), len(draws)):
             self._try(number, journal)
         return self._result(journal)
+
+    def _trial(self, trial_id: str, journal: search_journal.SearchJournal) -> PrivateTrial:
+        noise_multiplier = journal.drawn["noise_multiplier"]
+        return PrivateTrial(self._plan, noise_multiplier, self._folder / f"trial_{trial_id}")
+
+    def _require_newest(self, journal: search_journal.SearchJournal) -> None:
+        """Raises if a trial has left files that, says the journal, did not begin."""
+        later = journal.drawn["ids"][journal.begun :]
+        left = [trial_id for trial_id in later if self._trial(trial_id, journal).has_begun()]
+        if left:
+            raise ValueError(
+                "The journal of the search is older than its candidates, as if it was restored "
+                "from a copy: what these released would not be counted. Put the newest file back, "
+                "or start over with another `project_name`; what that search spent stays spent. "
+                f"Received: folder {str(self._folder)!r}, whose journal does not know that "
+                f"'trial_{left[0]}' began"
+            )
 
     def _model(self, values: space.Values, noise_multiplier: float) -> tf.keras.Model:
         """Builds a model with the planned noise; raises if it would cost something else."""
@@ -162,9 +180,7 @@ class Search:
         if self._models is not None:
             now = architecture.described(model)
             architecture.compare(self._models[_name(values)], now, str(self._folder))
-        trial = PrivateTrial(
-            self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}"
-        )
+        trial = self._trial(trial_id, journal)
         if journal.begun == number:
             trial.begin()
             journal.note_begun(None if number else self._models)

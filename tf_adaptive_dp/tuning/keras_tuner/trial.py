@@ -79,6 +79,14 @@ class PrivateTrial:
         with self._log():
             pass
 
+    def has_begun(self) -> bool:
+        """Whether there is more in the folder than `begin` makes."""
+        found = [path for path in self._folder.rglob("*") if path.is_file()]
+        if found != [self._log_path]:
+            return bool(found)
+        with self._log() as log:
+            return log is None or log.num_releases > 0
+
     def check_resumable(self) -> None:
         """Raises ValueError if the log of a trial that began is gone, and with it what it spent."""
         if self._plan.strategy.releases_all and not ledger_file.has_begun(self._log_path):
