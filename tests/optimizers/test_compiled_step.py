@@ -74,6 +74,26 @@ def test_what_another_model_released_on_shared_weights_is_told_when_a_later_fit_
         first.fit(*catalogue.data(), **fit)
 
 
+@pytest.mark.parametrize("by", ["checkpoint", "set_weights"])
+def test_a_ledger_that_was_set_back_is_told_when_a_later_fit_ends(by, tmp_path):
+    """A file that is saved then would not show what it lacks."""
+    model = trained()
+    optimizer = model.optimizer
+    if by == "checkpoint":
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        path = checkpoint.save(tmp_path / "c")
+    values = [tf.identity(v).numpy() for v in optimizer.variables]
+    catalogue.fit(model)
+    checkpoint.restore(path) if by == "checkpoint" else optimizer.set_weights(values)
+    for _ in range(2):
+        with pytest.raises(dp.NotPrivateError, match="set back: it lacks 4 releases.*restore"):
+            catalogue.fit(model)
+    assert optimizer.ledger.num_releases == 12
+    optimizer.ledger.restore([*optimizer.ledger.segments, (0.5, 8.0, 4)])
+    catalogue.fit(model)
+    assert optimizer.ledger.num_releases == 20
+
+
 def dataset(change=lambda data: data):
     """64 examples in batches, after a change that comes before."""
     arrays = catalogue.data(64)

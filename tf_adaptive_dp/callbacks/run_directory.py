@@ -337,6 +337,8 @@ class _Resume(keras.callbacks.Callback):
       kind_path: the file that says which kind of optimizer the run has.
     """
 
+    counts_lost_releases = True  # as its log does
+
     def __init__(
         self,
         backup: keras.callbacks.Callback,

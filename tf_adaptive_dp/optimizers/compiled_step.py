@@ -153,11 +153,14 @@ def check_finished_fit(optimizer: Any) -> None:
     Raises:
       NotPrivateError: if the data set left out batches by what they hold, if accumulated batches
         reached from one pass into the next, if another optimizer trained the model, or if the
-        ledger lacks the release of a normalization in it.
+        ledger lacks the release of a normalization in it, or was set back.
     """
     fit = running_fit(optimizer)
     if fit is None:
         return
+    callbacks = fit.callbacks.callbacks if fit.callbacks else ()
+    if not any(getattr(c, "counts_lost_releases", False) for c in callbacks):
+        optimizer.ledger.require_nothing_lost()
     refuse_data(optimizer, fit)
     refuse_step_of_another(fit.model, optimizer)
     _refuse_unpaid(fit.model, optimizer)
