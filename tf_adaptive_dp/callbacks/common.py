@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,14 +13,9 @@ from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
 from tf_adaptive_dp.optimizers.fit_warnings import warn_of_uncovered
-from tf_adaptive_dp.optimizers.refusals import over_two_passes, refuse_data
+from tf_adaptive_dp.optimizers.refusals import over_two_passes, refuse_data, refuse_rates
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
-
-_SET_RATES = (
-    tf.keras.callbacks.LearningRateScheduler,
-    tf.keras.callbacks.ReduceLROnPlateau,
-)
 
 
 class PrivateCallback(tf.keras.callbacks.Callback):
@@ -74,22 +68,11 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         beside = callbacks_beside(self)
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return
-        _refuse_rates(beside, self.optimizer)
+        refuse_rates(self.optimizer, beside)
         fit = running_fit(self.optimizer)
         if fit is not None:  # a second one traces no step, which would do so
             refuse_data(self.optimizer, fit)
         warn_of_uncovered(self.model, self.optimizer, beside)
-
-
-def _refuse_rates(callbacks: Sequence[tf.keras.callbacks.Callback], optimizer: Any) -> None:
-    """Raises for Keras's callbacks that set a learning rate which the optimizer adapts."""
-    for callback in callbacks:
-        if isinstance(callback, _SET_RATES) and optimizer.adapts_learning_rate:
-            raise ValueError(
-                f"{type(optimizer).__name__} adapts its learning rate, which the callback would "
-                "overwrite. Leave the callback out, or compile with an optimizer that keeps its "
-                f"rate, such as `DPSGD`. Received: {type(callback).__name__}"
-            )
 
 
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:

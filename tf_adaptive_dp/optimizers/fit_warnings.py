@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.callers import is_in_search_of_keras_tuner, running_fit
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
+from tf_adaptive_dp.optimizers.refusals import refuse_rates
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
 from tf_adaptive_dp.validation.unit_findings import unit_findings
 
@@ -55,6 +56,9 @@ def warn_in_fit(optimizer: Any) -> None:
 
     Args:
       optimizer: the one whose step is being built.
+
+    Raises:
+      ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
     """
     with tf.init_scope():
         fit = running_fit(optimizer)
@@ -62,6 +66,7 @@ def warn_in_fit(optimizer: Any) -> None:
             return
         _SEEN.add(fit.callbacks)
         callbacks = fit.callbacks.callbacks
+        refuse_rates(optimizer, callbacks)
         if not any(getattr(c, "warns_before_training", False) for c in callbacks):
             warn_of_uncovered(fit.model, optimizer, callbacks)
 

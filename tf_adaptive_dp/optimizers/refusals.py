@@ -42,6 +42,11 @@ _COPIES = {
     ),
 }
 
+_SET_RATES = (
+    tf.keras.callbacks.LearningRateScheduler,
+    tf.keras.callbacks.ReduceLROnPlateau,
+)
+
 
 def refuse_unsupported_setting(optimizer: Any) -> None:
     """Rejects strategies, settings and places of creation for which replicas are not proven."""
@@ -138,6 +143,17 @@ def over_two_passes(received: str) -> NotPrivateError:
         "`gradient_accumulation_steps` (`batch_size`, `drop_remainder`, `take` before `repeat`), "
         f"or draw batches with a sampling of tf_adaptive_dp. Received: {received}"
     )
+
+
+def refuse_rates(optimizer: Any, callbacks: Sequence[tf.keras.callbacks.Callback]) -> None:
+    """Rejects Keras's callbacks that set a learning rate which the optimizer adapts."""
+    for callback in callbacks:
+        if isinstance(callback, _SET_RATES) and optimizer.adapts_learning_rate:
+            raise ValueError(
+                f"{type(optimizer).__name__} adapts its learning rate, which the callback would "
+                "overwrite. Leave the callback out, or compile with an optimizer that keeps its "
+                f"rate, such as `DPSGD`. Received: {type(callback).__name__}"
+            )
 
 
 def refuse_16_bit_rewrites() -> None:
