@@ -1096,6 +1096,23 @@ def test_missing_values_are_warned_of_once_and_padding_is_none(recwarn, gaps, pa
     assert [re.match(r"Some examples ha(ve|d) (\w+)", s)[2] for s in said] == about * bool(gaps)
 
 
+def test_padding_without_any_token_is_not_taken_for_an_example(recwarn):
+    """A mean over the tokens of each text is 0 / 0 for padding."""
+
+    def mean_over_tokens(y, logits):
+        valid = tf.cast(y > 0, tf.float32)
+        each = tf.keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        return tf.reduce_sum(valid * each, axis=1) / tf.reduce_sum(valid, axis=1)
+
+    plan = planned(epochs=1)
+    x = np.ones([len(X), 3], np.int32)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Embedding(4, 2)])
+    model.add(tf.keras.layers.Dense(4))
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), mean_over_tokens)
+    plan.fit(model, x, x, verbose=0)
+    assert not [w for w in recwarn if "NaN or infinite" in str(w.message)]
+
+
 def test_all_adapted_layers_make_one_warning_and_their_parts_are_not_named(recwarn):
     plan = planned(epochs=1)
     layers = tf.keras.layers

@@ -362,7 +362,10 @@ class GaussianMechanism:
         left_out = source.outside
         if left_out is not None and padding is not None:
             left_out &= ~padding
-        self.statistics.record(squared_norms, clip, left_out)
+        # Whatever its gradient, padding is nobody's.
+        absent = self._units_of_padding(padding)
+        observed = squared_norms if absent is None else tf.where(absent, 0.0, squared_norms)
+        self.statistics.record(observed, clip, left_out)
         counted = []
         if self.histograms is not None:
             open_now, losses = self.histograms.are_open(), source.unit_losses
@@ -377,7 +380,7 @@ class GaussianMechanism:
             sums=[tf.cast(s, tf.float32) for s in sums if s is not None] + counted,
             within=within,
             present=_number_of(present),
-            padding=_number_of(self._contributing_padding(padding, present)),
+            padding=_number_of(tf.constant([False]) if absent is None else absent & present),
             spoiling=_not_finite(squared_norms) if source.spoils_others else none,
             index_outside=none if outside is None else _index_outside(outside, squared_norms),
             rows_differ=none if differ is None else _number_of(differ),
@@ -385,19 +388,21 @@ class GaussianMechanism:
             order_unknown=none,
         )
 
-    def _contributing_padding(self, padding: tf.Tensor | None, present: tf.Tensor) -> tf.Tensor:
-        """Which rows, or users, are padding with a nonzero gradient; none if that is unknown.
+    def _units_of_padding(self, padding: tf.Tensor | None) -> tf.Tensor | None:
+        """Which examples, or users, are padding.
 
         Args:
           padding: [B], bool, the rows that are padding; `None` if that is unknown.
-          present: bool, the rows, microbatches or users with a nonzero gradient.
+
+        Returns:
+          `None` if it is unknown, or with microbatches, which halve σ anyway.
         """
-        if padding is None or self.num_microbatches is not None:  # σ is halved with them anyway
-            return tf.constant([False])
+        if padding is None or self.num_microbatches is not None:
+            return None
         if self.examples_per_user is not None:
             # Padding among a user's records is that user's own; empty places count.
-            padding = tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
-        return padding & present
+            return tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
+        return padding
 
     def _release_at_once(
         self,
