@@ -725,7 +725,8 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
             )
         if hasattr(x, "shape") or isinstance(x, (dict, list)):
             raise ValueError(
-                "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. Received: "
+                "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the "
+                "model needs no targets, as with a `train_step` of its own, pass zeros. Received: "
                 "y=None"
             )
         return x

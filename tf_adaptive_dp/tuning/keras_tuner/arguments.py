@@ -439,7 +439,8 @@ def _require_arrays(given: dict[str, Any]) -> None:
     """
     if given.get("y") is None:
         raise ValueError(
-            "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. Received: "
+            "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the model "
+            "needs no targets, as with a `train_step` of its own, pass zeros. Received: "
             f"x of type {type(given.get('x')).__name__}, y=None"
         )
     checks.equal_rows({name: given.get(name) for name in ("x", "y", "sample_weight")})
