@@ -117,6 +117,35 @@ def test_full_batches_of_a_data_set_of_unknown_size_have_the_expected_size(data)
     assert made.optimizer.expected_batch_size == 8.0
 
 
+class Batches(tf.keras.utils.Sequence):  # `PyDataset`, of which this is a name in Keras 3
+    def __init__(self, size, **attributes):
+        super().__init__()
+        self.size, self.data = size, catalogue.data(20)
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return -(-20 // self.size)
+
+    def __getitem__(self, index):
+        return tuple(part[index * self.size : (index + 1) * self.size] for part in self.data)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])  # then the smaller batch may be the first
+def test_batches_of_a_py_dataset_have_the_size_that_it_says(shuffle):
+    made = model()
+    made.fit(Batches(8, batch_size=8), epochs=4, shuffle=shuffle, verbose=0)
+    assert made.optimizer.ledger.segments == [(1.0, 8.0, 12)]
+    assert made.optimizer.expected_batch_size == 8.0
+
+
+@pytest.mark.parametrize("attributes", [{"batch_size": 4}, {"batch_size": None}, {}])
+def test_batches_of_a_py_dataset_that_says_no_size_or_a_smaller_one_are_refused(attributes):
+    made = model()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Batches vary in size|more examples"):
+        made.fit(Batches(8, **attributes), shuffle=False, verbose=0)
+    assert made.optimizer.ledger.num_releases == (0 if attributes.get("batch_size") else 2)
+
+
 def test_a_data_set_of_unknown_size_may_have_no_smaller_batch():
     made = model(num_microbatches=2)
     made.fit(generated(16).batch(8), verbose=0)

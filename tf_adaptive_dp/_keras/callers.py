@@ -128,12 +128,17 @@ class RunningFit:
         """The size of the batches, and that of the last one if it differs.
 
         Returns:
-          The size of the last one is `None` for a data set of an unknown number of examples.
-          `None` in place of both if all batches have one size, or if that is unknown: for data that
-          are neither arrays nor batches of a `tf.data.Dataset`, and for arrays with
-          `steps_per_epoch`, which may end epochs before the last batch.
+          The size of the last one is `None` for a data set of an unknown number of examples, and
+          for a `PyDataset` (a `Sequence` in Keras 2) that says its `batch_size`. `None` in place of
+          both if all batches have one size, or if that is unknown: for other data than these,
+          arrays and batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`, which
+          may end epochs before the last batch.
         """
-        steps = self._variables.get("steps_per_epoch")
+        steps, x = self._variables.get("steps_per_epoch"), self._variables.get("x")
+        if isinstance(x, keras.utils.Sequence):  # a name of `PyDataset`, too
+            declared: Any = getattr(x, "batch_size", None)
+            is_size = isinstance(declared, (int, np.integer)) and declared > 0
+            return (int(declared), None) if is_size else None
         if self.dataset is not None:
             drawn = None if steps is None else steps * self._variables["epochs"]
             return datasets.sizes_of_batches(self.dataset, drawn)

@@ -18,9 +18,9 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     removing one example can change the sum by up to 2C, so the ledger records σ/2. All batches
     must have the same size.
   expected_batch_size: L, the public constant that divides the noisy sum. `None` uses
-    `batch_size` of `fit` for arrays, and that of `batch` for a `tf.data.Dataset`, if their last
-    batch may be smaller, and otherwise the size of the first batch, which all batches must have.
-    Batches of random size need a number.
+    `batch_size` of `fit` for arrays, that of `batch` for a `tf.data.Dataset`, and the attribute
+    `batch_size` of a `keras.utils.PyDataset`, if their last batch may be smaller, and otherwise the
+    size of the first batch, which all batches must have. Batches of random size need a number.
   clipping: `"flat"`; `"automatic"`, which normalizes every gradient; `"per_layer"` or a
     `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, whose first bound is
     `l2_norm_clip`.

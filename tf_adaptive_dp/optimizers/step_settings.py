@@ -45,9 +45,9 @@ def _has_tensor_float_32() -> bool:
 def settle_batch_size(optimizer: Any) -> None:
     """Takes the expected batch size from the data of `fit` if their last batch may be smaller.
 
-    `batch_size` of `fit`, and that of a `tf.data.Dataset`, are public. Where it cannot be the
-    expected size, as with microbatches, such data are rejected before anything is released;
-    otherwise the step of the last batch would fail, at the end of the first epoch.
+    `batch_size` of `fit`, and that of a `tf.data.Dataset` or a `PyDataset`, are public. Where it
+    cannot be the expected size, as with microbatches, such data are rejected before anything is
+    released; otherwise the step of the last batch would fail, at the end of the first epoch.
     """
     with tf.init_scope():
         expected, groups = optimizer.expected_batch_size, optimizer.num_microbatches
