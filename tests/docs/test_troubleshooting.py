@@ -27,7 +27,11 @@ OF_REMAT = (
     "The custom_gradient decorator currently supports keywords arguments only when eager execution "
     "is enabled."
 )
-ELSEWHERE = (FROM_KERAS, FROM_LOADING, FROM_PYTHON, FROM_TENSORFLOW, OF_STRINGS, OF_REMAT)
+OF_SEVERAL = "LossScaleOptimizer cannot be used inside an MultiOptimizer."
+ELSEWHERE = (
+    *(FROM_KERAS, FROM_LOADING, FROM_PYTHON, FROM_TENSORFLOW),
+    *(OF_STRINGS, OF_REMAT, OF_SEVERAL),
+)
 OF_LIBRARY = [quote for quote in QUOTES if quote not in ELSEWHERE]
 
 
@@ -105,6 +109,16 @@ def test_keras_recomputes_no_whole_model(optimizer):
         model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     with pytest.raises(ValueError, match=re.escape(OF_REMAT)):
+        model.fit(np.ones([4, 2], "float32"), np.ones([4, 1]), verbose=0)
+
+
+@keras_3
+def test_keras_says_what_is_quoted_of_private_optimizers_inside_of_another():
+    assert OF_SEVERAL in QUOTES
+    rules = tf.keras.optimizers.OptimizerMap(dp.DPSGD(1.0, 1.0))
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(tf.keras.optimizers.MultiOptimizer(rules), "mse")
+    with pytest.raises(ValueError, match=re.escape(OF_SEVERAL)):
         model.fit(np.ones([4, 2], "float32"), np.ones([4, 1]), verbose=0)
 
 
