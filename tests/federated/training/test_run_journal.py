@@ -5,6 +5,7 @@ import os
 import pytest
 
 from federated.training.run_journal import RunJournal
+from tf_adaptive_dp.durable.files import Clock
 
 RUN = {"noise": 1.5, "state": ["a", "b"]}
 
@@ -13,6 +14,12 @@ def opened(path, run=RUN):
     journal = RunJournal(path, run)
     journal.close()
     return journal
+
+
+@pytest.fixture(autouse=True)
+def one_time(monkeypatch):
+    """All lines say the same time, so that one that is written again is the same."""
+    monkeypatch.setattr(Clock, "now", lambda clock: 2**62)
 
 
 @pytest.fixture
