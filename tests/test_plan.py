@@ -1104,8 +1104,9 @@ def test_padding_without_any_token_is_not_taken_for_an_example(recwarn):
         each = tf.keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
         return tf.reduce_sum(valid * each, axis=1) / tf.reduce_sum(valid, axis=1)
 
-    plan = planned(epochs=1)
-    x = np.ones([len(X), 3], np.int32)
+    # Batches with enough padding to show that they are ours; smaller ones may not.
+    plan = planned(num_examples=512, batch_size=64, epochs=1)
+    x = np.ones([512, 3], np.int32)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Embedding(4, 2)])
     model.add(tf.keras.layers.Dense(4))
     model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), mean_over_tokens)
