@@ -63,6 +63,10 @@ from tf_adaptive_dp.validation.unit_findings import unit_findings
 
 _FEW = 32  # examples that tell their units
 _SALT = secrets.token_bytes(16)  # of digests, which must show nothing of the examples
+MISSING_TARGETS = (
+    "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the model needs no "
+    "targets, as with a `train_step` of its own, pass zeros."
+)
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
     "what all of it has cost. If `HonestTuner` trained it, its `privacy_statement()` can, and no "
@@ -724,11 +728,7 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
                 "(x, y, sample_weight). Received: y=None"
             )
         if hasattr(x, "shape") or isinstance(x, (dict, list)):
-            raise ValueError(
-                "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the "
-                "model needs no targets, as with a `train_step` of its own, pass zeros. Received: "
-                "y=None"
-            )
+            raise ValueError(f"{MISSING_TARGETS} Received: y=None")
         return x
     if isinstance(y, dict) and isinstance(sample_weight, dict) and set(y) - set(sample_weight):
         raise ValueError(

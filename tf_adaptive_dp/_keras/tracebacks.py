@@ -123,5 +123,6 @@ def _is_between(frame: types.FrameType) -> bool:
 
 
 def is_filtering() -> bool:
+    """Whether Keras leaves its own frames out of tracebacks, which is its default."""
     settings = keras.config if GENERATION == 3 else tf.debugging
     return settings.is_traceback_filtering_enabled()

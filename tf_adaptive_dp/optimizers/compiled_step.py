@@ -20,6 +20,7 @@ from tf_adaptive_dp.accounting.earlier_releases import warn_of_releases_since
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.normalization import refuse_unpaid_in
+from tf_adaptive_dp.optimizers.fit_warnings import count_lost_releases
 from tf_adaptive_dp.optimizers.refusals import refuse_data
 from tf_adaptive_dp.sampling.datasets import is_drawn
 
@@ -158,8 +159,7 @@ def check_finished_fit(optimizer: Any) -> None:
     fit = running_fit(optimizer)
     if fit is None:
         return
-    callbacks = fit.callbacks.callbacks if fit.callbacks else ()
-    if not any(getattr(c, "counts_lost_releases", False) for c in callbacks):
+    if not count_lost_releases(fit.callbacks.callbacks if fit.callbacks else ()):
         optimizer.ledger.require_nothing_lost()
     refuse_data(optimizer, fit)
     refuse_step_of_another(fit.model, optimizer)

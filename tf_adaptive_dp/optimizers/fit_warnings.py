@@ -94,10 +94,15 @@ def warn_of_uncovered(
     if deciding:
         found.append(_BY_METRICS.format(names=", ".join(deciding)))
     backups = [type(c).__name__ for c in callbacks if _restores(c)]
-    if backups and not any(getattr(c, "counts_lost_releases", False) for c in callbacks):
+    if backups and not count_lost_releases(callbacks):
         found.append(_FORGETS.format(name=backups[0]))
     for message in found:
         warnings.warn(message, stacklevel=level_of_caller())
+
+
+def count_lost_releases(callbacks: Sequence[tf.keras.callbacks.Callback]) -> bool:
+    """Whether one of the callbacks gives a ledger back what it lacks, as a `ReleaseLog` does."""
+    return any(getattr(c, "counts_lost_releases", False) for c in callbacks)
 
 
 def warn_of_units(optimizer: Any) -> None:
