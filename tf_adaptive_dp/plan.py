@@ -115,6 +115,12 @@ class PrivacyPlan:
         plan = PrivacyPlan(..., normalize_inputs=True)
         model = keras.Sequential([plan.normalization(x), keras.layers.Dense(10)])
 
+    Targets of a regression in raw units, such as prices, are out of reach for private training.
+    With `normalize_targets`, the last layer turns outputs of about unit size into their units:
+
+        plan = PrivacyPlan(..., normalize_targets=True)
+        model = keras.Sequential([keras.layers.Dense(1), plan.denormalization(y)])
+
     Guarantee: (ε, δ)-DP for adding or removing one example, for everything that one model trained
     by `fit` releases, and for every checkpoint. With `user_ids`, for adding or removing one user
     with all of their examples, however many they are. With `TreeNoise`, neighbors differ in one
@@ -141,6 +147,8 @@ class PrivacyPlan:
       normalize_inputs: whether the budget pays for a `PrivateNormalization` of the inputs, which
         `normalization` makes. Its noise is chosen so that on its own it would spend ε/5, or up to
         2ε/5 where it exceeded a thousandth of the number of examples (or users).
+      normalize_targets: whether the budget pays for a `PrivateNormalization` of the targets, too,
+        which `denormalization` makes. It costs as much as that of the inputs.
       noise: how the noise of a step depends on that of earlier steps: `None` or
         `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
         batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
@@ -193,6 +201,7 @@ class PrivacyPlan:
         accountant: str = "pld",
         other_events: Sequence[dp_accounting.DpEvent] = (),
         normalize_inputs: bool = False,
+        normalize_targets: bool = False,
         noise: NoiseStrategy | str | None = None,
         user_ids: Any = None,
         examples_per_user: int | None = None,
@@ -217,10 +226,11 @@ class PrivacyPlan:
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.other_events = checked_events(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
+        self.normalize_targets = checks.boolean("normalize_targets", normalize_targets)
+        self.noise_of_normalization = 0.0
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
-            if self.normalize_inputs:
-                self._pay_for_normalization(self.epsilon)
+            self._pay_for_normalization(self.epsilon)
         self.noise = self._strategy(noise, known_epsilon=epsilon is not None)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
@@ -261,13 +271,19 @@ class PrivacyPlan:
     def _epsilon_of_run(self) -> float:
         """The ε of all steps with the plan's noise, and of any normalization."""
         of_steps = self._epsilon_after(self.steps)
-        if not self.normalize_inputs or math.isinf(of_steps):
+        if not self._num_normalizations or math.isinf(of_steps):
             return of_steps
         self._pay_for_normalization(of_steps)
         return self._epsilon_after(self.steps)
 
+    @property
+    def _num_normalizations(self) -> int:
+        return self.normalize_inputs + self.normalize_targets
+
     def _pay_for_normalization(self, epsilon: float) -> None:
-        """Adds the event of the normalization, a part of ε, to those that the budget pays for."""
+        """Adds the events of normalizations, parts of ε, to those that the budget pays for."""
+        if not self._num_normalizations:
+            return
         try:
             usual, least = (
                 calibration.noise_multiplier_for(
@@ -279,10 +295,12 @@ class PrivacyPlan:
             raise ValueError(
                 "No noise of the normalization meets its part of the budget, "
                 f"{_FOR_NORMALIZATION:g} of epsilon. Allow more `epsilon` or `delta`, or leave "
-                f"`normalize_inputs` out. Received: epsilon={epsilon!r}, delta={self.delta!r}"
+                "`normalize_inputs` and `normalize_targets` out. Received: "
+                f"epsilon={epsilon!r}, delta={self.delta!r}"
             ) from None
         noise = min(usual, max(least, self._num_units / _EXAMPLES_PER_NOISE))
-        self.other_events += (dp_accounting.GaussianDpEvent(noise),)
+        self.noise_of_normalization = noise
+        self.other_events += (dp_accounting.GaussianDpEvent(noise),) * self._num_normalizations
 
     @property
     def _budget(self) -> NoiseBudget:
@@ -323,8 +341,7 @@ class PrivacyPlan:
         of = "num_examples" if self.num_users is None else "num_users"
         shown = ("epsilon", "delta", of, "batch_size", "epochs", "noise_multiplier", "accountant")
         more = () if self.noise.is_independent else ("noise",)
-        if self.normalize_inputs:
-            more += ("normalize_inputs",)
+        more += tuple(n for n in ("normalize_inputs", "normalize_targets") if getattr(self, n))
         values = [f"{name}={getattr(self, name)!r}" for name in (*shown, *more)]
         values += [f"{name}={value!r}" for name, value in self._of_users.items()]
         return f"PrivacyPlan({', '.join(values)})"
@@ -402,7 +419,25 @@ class PrivacyPlan:
             an array of `num_examples` examples, or an earlier call had another `axis` or inputs of
             another shape.
         """
-        return self._training.normalization(x, axis)
+        return self._training.normalization("normalize_inputs", x, axis)
+
+    def denormalization(self, y: Any, axis: int | None = -1) -> PrivateNormalization:
+        """The layer that turns outputs into the units of the targets, for the end of the model.
+
+        The first call releases means and deviations; further calls return the same layer. The
+        layers before it then work at unit scale, while targets, predictions and metrics keep their
+        units.
+
+        Args:
+          y: [n] or [n, ...], an array of all training targets.
+          axis: see `PrivateNormalization`.
+
+        Raises:
+          TypeError, ValueError: if the plan was made without `normalize_targets`, the targets are
+            not an array of `num_examples` examples, or an earlier call had another `axis` or
+            targets of another shape.
+        """
+        return self._training.normalization("normalize_targets", y, axis)
 
     def batches(
         self,

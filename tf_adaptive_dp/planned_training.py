@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import os
-import secrets
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,10 +35,11 @@ from tf_adaptive_dp.callbacks.run_directory import (
 )
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import (
+    PlannedNormalization,
     PrivateNormalization,
     first_unpaid,
-    input_array,
     normalizations_in,
+    some_of,
 )
 from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
 from tf_adaptive_dp.sampling.datasets import as_dataset
@@ -61,8 +60,6 @@ from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 from tf_adaptive_dp.validation.layer_findings import has_own, named_layers
 from tf_adaptive_dp.validation.unit_findings import unit_findings
 
-_FEW = 32  # examples that tell their units
-_SALT = secrets.token_bytes(16)  # of digests, which must show nothing of the examples
 MISSING_TARGETS = (
     "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the model needs no "
     "targets, as with a `train_step` of its own, pass zeros."
@@ -87,6 +84,8 @@ class PrivacyPlanLike(Protocol):
     sampling: SamplingOfPlan
     other_events: tuple[dp_accounting.DpEvent, ...]
     normalize_inputs: bool
+    normalize_targets: bool
+    noise_of_normalization: float
 
     @property
     def expected_batch_size(self) -> float:
@@ -122,9 +121,11 @@ class PlannedTraining:
         self._history: RunHistory | None = None
         self._rows: list[dict[str, Any]] = []  # of the model that came with a copied plan
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
-        self._normalization: PrivateNormalization | None = None
-        self._normalized: tuple[tuple, bytes] | None = None  # see `_compare_inputs`
-        self._is_adapted = False
+        self._normalizations = {
+            argument: PlannedNormalization(plan.noise_of_normalization, users, invert)
+            for argument, invert in (("normalize_inputs", False), ("normalize_targets", True))
+            if getattr(plan, argument)
+        }
         self._made: weakref.WeakSet = weakref.WeakSet()  # optimizers that the plan made
         self._warned_of_second_model = False
 
@@ -141,7 +142,7 @@ class PlannedTraining:
             "_rows": self.history if is_kept else [],
             # The optimizer comes with the model, which Keras knows how to copy, and the callback
             # holds files.
-            **dict.fromkeys(("_optimizer", "_history", "_made", "_normalized")),
+            **dict.fromkeys(("_optimizer", "_history", "_made")),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,52 +208,22 @@ class PlannedTraining:
         """The rows of the last model's `RunHistory`, which are NOT private."""
         return self._rows if self._history is None else self._history.rows
 
-    def normalization(self, x: Any, axis: int | None) -> PrivateNormalization:
-        """See `PrivacyPlan.normalization`."""
-        if not self._plan.normalize_inputs:
-            raise ValueError(
-                "This plan has no budget for normalizing inputs. Make the plan with "
-                "`normalize_inputs=True`. Received: normalize_inputs=False"
-            )
-        layer = self._normalization
-        if layer is not None and self._is_adapted:
-            self._compare_inputs(x)
-        else:
-            if layer is None:
-                layer = PrivateNormalization(self._plan.other_events[-1].noise_multiplier, axis)
-            x = input_array(x)
-            self._check_num_examples(len(x))
-            try:
-                layer.adapt(x, self._users)  # which refuses after a call that failed too late
-            finally:
-                if layer.release_id:
-                    self._normalization = layer
-            self._is_adapted = True
-            self._normalized = x.shape[1:], _digest_of_some(x)
-        if layer.axis != axis:
-            raise ValueError(
-                "`axis` must be that of the first call: another normalization would be another "
-                f"release. Received: axis={axis!r} after axis={layer.axis!r}"
-            )
-        return layer
+    def normalization(self, argument: str, values: Any, axis: int | None) -> PrivateNormalization:
+        """See `PrivacyPlan.normalization` and `PrivacyPlan.denormalization`.
 
-    def _compare_inputs(self, x: Any) -> None:
-        """Raises, or warns, if inputs are not those whose statistics were released."""
-        if self._normalized is None:
-            return
-        shape, digest = self._normalized
-        x, new = input_array(x), "For other inputs, make a new plan: it is another release"
-        if x.shape[1:] != shape:
+        Args:
+          argument: the plan's argument that pays for it.
+          values: the inputs, or the targets.
+          axis: see `PrivateNormalization`.
+        """
+        if argument not in self._normalizations:
+            data = argument.partition("_")[2]
             raise ValueError(
-                "The statistics of this plan were released for inputs of another shape. "
-                f"{new}. Received: inputs of shape {x.shape[1:]} after {shape}"
+                f"This plan has no budget for normalizing {data}. Make the plan with "
+                f"`{argument}=True`. Received: {argument}=False"
             )
-        if _digest_of_some(x) != digest:
-            warnings.warn(
-                "The layer has the statistics of the first call, whose inputs had other values or "
-                f"another order. {new}.",
-                stacklevel=level_of_caller(),
-            )
+        planned = self._normalizations[argument]
+        return planned.layer_for(values, axis, self._check_num_examples)
 
     def source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
         """The examples in memory, or with random access; see `PrivacyPlan.batches`."""
@@ -370,12 +341,12 @@ class PlannedTraining:
         for layer, before in zip(layers, kept):
             changed = not all(map(np.array_equal, layer.get_weights(), before))
             if changed and not any(layer is x for x in inside):
+                call = "plan.denormalization(y)" if layer.invert else "plan.normalization(x)"
                 raise ValueError(
-                    "The run in `directory` began with other statistics of its inputs, and the "
-                    "model does not have the layer `plan.normalization(x)`, so `fit` cannot "
-                    "restore them: the rest of the training would see inputs that were normalized "
-                    "with a second release. Put the layer first in the model. Received: a model "
-                    "without it"
+                    "The run in `directory` began with other statistics, and the model does not "
+                    f"have the layer `{call}`, so `fit` cannot restore them: the "
+                    "rest of the training would see data that were normalized with a second "
+                    "release. Put the layer into the model. Received: a model without it"
                 )
             layer.resume_with(before)
 
@@ -498,30 +469,25 @@ class PlannedTraining:
           The layers whose statistics the run must keep: the plan's own, and the model's.
         """
         layers = normalizations_in(model)
-        own = [] if self._normalization is None else [self._normalization]
-        all_layers = own + [layer for layer in layers if layer is not self._normalization]
+        made = [planned.layer for planned in self._normalizations.values()]
+        own = [layer for layer in made if layer is not None]
+        all_layers = own + [layer for layer in layers if all(layer is not x for x in own)]
         known = model.optimizer.ledger.statistics
         unpaid = first_unpaid(all_layers, model.optimizer, self._plan.other_events, known)
         if unpaid is not None:
             raise ValueError(
                 "The model has a `PrivateNormalization` that the plan's budget does not pay for. "
                 "Create it with `plan.normalization(x)`, of a plan with `normalize_inputs=True`, "
-                "or pass its `dp_event` in `other_events`, once for each layer that was adapted, "
-                "in addition to the events of side information. A layer of `clone_model` has no "
-                "statistics: copy the model with `copy.deepcopy(model)`, or set its weights to "
-                "those of the original. A layer that was adapted and then given the weights of "
+                "or `plan.denormalization(y)`, with `normalize_targets=True`; or pass its "
+                "`dp_event` in `other_events`, once for each layer that was adapted, in addition "
+                "to the events of side information. A layer of `clone_model` has no statistics: "
+                "copy the model with `copy.deepcopy(model)`, or set its weights to those of the "
+                "original. A layer that was adapted and then given the weights of "
                 f"another counts for both. Received: {unpaid.name!r} with {unpaid.dp_event!r}, "
                 f"other_events={self._plan.other_events!r}"
             )
-        if self._plan.normalize_inputs and not layers:
-            advice = (
-                "The plan reserves budget for normalizing the inputs, but the model has no such "
-                "layer. Put `plan.normalization(x)` first in the model, or make the plan without "
-                "`normalize_inputs`."
-            )
-            if not own:  # and so nothing was normalized outside of the model either
-                raise ValueError(f"{advice} Received: model={model.name!r}")
-            warnings.warn(advice, stacklevel=4)
+        for planned in self._normalizations.values():
+            planned.require_use(layers, model.name)
         return all_layers
 
     def _check_steps_per_call(self, model: keras.Model) -> None:
@@ -605,17 +571,6 @@ def _require_finite_weights(model: keras.Model) -> None:
         )
 
 
-def _some(count: int) -> np.ndarray:
-    """Indices of a few of `count` examples, from everywhere among them."""
-    return np.linspace(0, count - 1, min(_FEW, count)).astype(int)
-
-
-def _digest_of_some(x: np.ndarray) -> bytes:
-    """A number by which this process recognizes inputs, whatever their type."""
-    rows = np.ascontiguousarray(x[_some(len(x))], np.float32)
-    return hashlib.blake2b(rows.tobytes(), key=_SALT).digest()
-
-
 def _require_saved_epoch(run: RunDirectory, directory: str) -> None:
     """Raises if a run that is finished has no weights that could be restored."""
     if not run.has_saved_epoch:
@@ -666,7 +621,7 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
 
     Units are judged by a few examples, and so are missing values of a source that is not in memory.
     """
-    some = _some(len(source))
+    some = some_of(len(source))
     rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
     source.fill(some, rows)
     if not (source.are_finite() if isinstance(source, Arrays) else are_finite(rows)):

@@ -164,6 +164,91 @@ def test_training_in_raw_units_by_the_plan(tmp_path):
     assert loaded.optimizer.ledger.other_events == plan.other_events
 
 
+def prices():
+    """A regression in raw units: five inputs explain nearly all of a price."""
+    x = np.random.default_rng(0).normal(size=[N, 5]).astype("float32")
+    return x, 300_000.0 + 80_000 * x @ np.array([0.6, -0.5, 0.4, 0.3, -0.35])
+
+
+def of_prices(plan, y, *last):
+    model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1), *last])
+    model.compile(plan.optimizer(dp.ADADP), "mse")
+    return model
+
+
+def test_a_regression_in_raw_units_by_the_plan(tmp_path, recwarn):
+    """Also one that resumes; without the layer, R² is far below 0."""
+    x, y = prices()
+
+    def made():
+        plan = planned(epochs=8, normalize_inputs=False, normalize_targets=True)
+        layer = plan.denormalization(y)
+        assert plan.denormalization(y) is layer and layer.invert
+        return plan, of_prices(plan, y, layer), layer
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 3:
+                raise InterruptedError
+
+    plan, model, first = made()
+    assert plan.other_events == (first.dp_event,)
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path / "run", callbacks=[Stop()], verbose=0)
+    plan, model, second = made()
+    assert second.mean != first.mean
+    plan.fit(model, x, y, directory=tmp_path / "run", verbose=0)
+    assert second.mean == first.mean and second.stddev == first.stddev
+    assert model.optimizer.ledger.other_events == plan.other_events
+    assert model.optimizer.ledger.num_releases == plan.steps
+    predicted = model.predict(x, verbose=0)
+    assert np.mean(np.square(predicted[:, 0] - y)) < 0.2 * np.var(y)
+    assert not [w for w in recwarn if "Targets" in str(w.message)]
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), predicted, rtol=1e-5)
+
+
+def test_normalizations_of_inputs_and_targets_are_two_releases():
+    x, y = prices()
+    plan = planned(normalize_targets=True)
+    one = planned(normalize_inputs=False, normalize_targets=True)
+    assert one.noise_multiplier == planned().noise_multiplier < plan.noise_multiplier
+    assert plan.other_events == 2 * one.other_events and plan._epsilon_after(plan.steps) <= 3.0
+    assert "normalize_inputs=True, normalize_targets=True" in repr(plan)
+    inputs, targets = plan.normalization(x), plan.denormalization(y)
+    assert inputs.dp_event == targets.dp_event == plan.other_events[0]
+    assert inputs.release_id != targets.release_id
+    # One event does not pay for both.
+    optimizer = one.optimizer(dp.ADADP)
+    model = keras.Sequential([keras.Input([5]), inputs, keras.layers.Dense(1), targets])
+    model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
+        one.fit(model, x, y, verbose=0)
+    model.compile(plan.optimizer(dp.ADADP), "mse")
+    plan.fit(model, x, y, verbose=0)
+
+
+def test_targets_that_nobody_pays_for_are_refused():
+    x, y = prices()
+    with pytest.raises(ValueError, match="no budget for normalizing targets.*normalize_targets=F"):
+        planned().denormalization(y)
+    plan = planned(normalize_inputs=False, normalize_targets=True)
+    with pytest.raises(TypeError, match="`y` must be an array .* Received: dict"):
+        plan.denormalization({"y": y})
+    with pytest.raises(ValueError, match="`num_examples` must be the number of examples"):
+        plan.denormalization(y[:-1])
+    with pytest.raises(ValueError, match=r"normalizing the targets.*denormalization\(y\)` last"):
+        plan.fit(of_prices(plan, y), x, y, verbose=0)
+    plan.denormalization(y)
+    with pytest.warns(UserWarning, match="whose targets had other values"):
+        plan.denormalization(2 * y)
+    # A layer for the inputs is none for the targets.
+    wrong = of_prices(plan, y, adapted(y[:, None], plan.noise_of_normalization))
+    with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
+        plan.fit(wrong, x, y, verbose=0)
+
+
 @pytest.mark.slow
 def test_a_longer_plan_takes_over_the_release_of_the_first():
     x, y = data()
@@ -314,7 +399,7 @@ def test_inputs_normalized_outside_of_the_model_are_not_released_again(tmp_path)
 
     with pytest.raises(InterruptedError):
         run(Stop())
-    with pytest.raises(ValueError, match="inputs that were normalized with a second release"):
+    with pytest.raises(ValueError, match="data that were normalized with a second release"):
         run()
 
 

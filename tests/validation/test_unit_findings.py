@@ -59,6 +59,34 @@ def test_a_last_layer_may_scale_the_predictions_instead(scale, offset, warns):
     assert ("Targets" in found(model, UNIT, PRICES)) == warns
 
 
+def denormalization(y):
+    layer = dp.PrivateNormalization(0.1, invert=True)
+    layer.adapt(np.repeat(y[:, None], 1000, axis=0))
+    return layer
+
+
+def test_so_may_a_layer_that_found_their_units():
+    model = tf.keras.Sequential([tf.keras.Input([6]), layers.Dense(1), denormalization(PRICES)])
+    assert not found(model, UNIT, PRICES)
+    assert "Targets have magnitudes up to" in found(model, UNIT, 1e4 * PRICES)
+
+
+def test_targets_whose_gradients_overflow_are_warned_of():
+    huge = 2e10 * UNIT[:, 0]
+    model = tf.keras.Sequential([tf.keras.Input([6]), layers.Dense(1), denormalization(huge)])
+    assert "exceed the range of float32" in found(model, UNIT, huge)
+
+
+def test_targets_that_are_lost_in_the_noise_are_warned_of():
+    """Whatever the last layer does, the loss is in their units."""
+    tiny = 0.01 * UNIT[:, 0]
+    for last in ([], [layers.Rescaling(0.01)], [denormalization(tiny)]):
+        model = tf.keras.Sequential([tf.keras.Input([6]), layers.Dense(1), *last])
+        assert "the loss shrinks with their units" in found(model, UNIT, tiny)
+    assert not found(sequential([6]), UNIT, np.zeros(8))
+    assert not found(sequential([6]), UNIT, tiny, "binary_crossentropy")
+
+
 def test_weights_that_clipping_undoes_are_warned_of():
     model, weights = sequential([6]), np.where(np.arange(len(UNIT)) % 4, 1.0, 8.0)
 

@@ -430,25 +430,30 @@ def _bins(values: np.ndarray, num_bins: int) -> np.ndarray:
     return np.clip(places, 0, num_bins - 1)
 
 
-def input_array(x: Any) -> np.ndarray:
-    """The inputs as an array, [n, ...]; of a single column, [n, 1].
+def array_of(name: str, values: Any) -> np.ndarray:
+    """Inputs or targets as an array, [n, ...]; a single column as [n, 1].
+
+    Args:
+      name: `"x"` or `"y"`, what they are called.
+      values: all of them.
 
     Raises:
       TypeError, ValueError: if they are not one array of numbers, [n, ...].
     """
-    hint = (
-        "`x` must be an array [n, ...] of all training inputs, as the layer will see them. Join "
-        "several inputs into one, or normalize one of them: `plan.normalization(x['name'])`."
-    )
-    if isinstance(x, tf.data.Dataset):
+    hint = {
+        "x": "`x` must be an array [n, ...] of all training inputs, as the layer will see them. "
+        "Join several inputs into one, or normalize one of them: `plan.normalization(x['name'])`.",
+        "y": "`y` must be an array [n, ...] of all targets of one output.",
+    }[name]
+    if isinstance(values, tf.data.Dataset):
         raise TypeError(
-            f"{hint} Read the inputs of a data set into memory: `numpy.stack([x for x, _ in "
-            f"dataset.as_numpy_iterator()])`. Received: {type(x).__name__}"
+            f"{hint} Read a data set into memory: `numpy.stack([{name} for x, y in "
+            f"dataset.as_numpy_iterator()])`. Received: {type(values).__name__}"
         )
-    if isinstance(x, (dict, list, tuple)) or not hasattr(x, "shape"):
-        raise TypeError(f"{hint} Received: {type(x).__name__}")
-    checks.not_masked("x", x)
-    array = checks.array(x)
+    if isinstance(values, (dict, list, tuple)) or not hasattr(values, "shape"):
+        raise TypeError(f"{hint} Received: {type(values).__name__}")
+    checks.not_masked(name, values)
+    array = checks.array(values)
     if array.dtype.kind not in "iufb":
         raise TypeError(f"{hint} Received: an array of {array.dtype}")
     if not array.ndim or not array.size:

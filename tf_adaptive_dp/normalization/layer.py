@@ -21,7 +21,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization.estimator import (
     NUM_RELEASES,
     Examples,
-    input_array,
+    array_of,
     kept_shape,
     released_statistics,
 )
@@ -45,6 +45,10 @@ class PrivateNormalization(keras.layers.Layer):
     in it. `adapt` finds the units, whatever they are, and the layer then returns
 
         (inputs - mean) / stddev
+
+    or, with `invert`, as the last layer of a regression whose targets were passed to `adapt`,
+
+        inputs * stddev + mean
 
     `PrivacyPlan(normalize_inputs=True)` decides how much noise this takes, and accounts for it:
 
@@ -96,6 +100,8 @@ class PrivateNormalization(keras.layers.Layer):
       noise_multiplier: σ > 0.
       axis: the axis of the features, not 0. All other axes share the statistics of a feature, as
         the pixels of a channel should. With `None`, all values share one mean and one deviation.
+      invert: whether to turn outputs of a model into the units of the targets, as
+        `keras.layers.Normalization(invert=True)` does.
       **kwargs: arguments of `keras.layers.Layer`. `dtype` is float32 unless given.
 
     Attributes:
@@ -120,7 +126,13 @@ class PrivateNormalization(keras.layers.Layer):
     True
     """
 
-    def __init__(self, noise_multiplier: float, axis: int | None = -1, **kwargs: Any):
+    def __init__(
+        self,
+        noise_multiplier: float,
+        axis: int | None = -1,
+        invert: bool = False,
+        **kwargs: Any,
+    ):
         # Raw units may not fit into the half precision of a policy.
         super().__init__(**{"dtype": "float32", **kwargs})
         self.noise_multiplier = checks.number("noise_multiplier", noise_multiplier, 0, strict=True)
@@ -130,6 +142,7 @@ class PrivateNormalization(keras.layers.Layer):
                 f"the examples. Received: axis={axis!r}"
             )
         self.axis = axis
+        self.invert = checks.boolean("invert", invert)
         # `set_weights` could undo the mark in the weight, so Python remembers the release too.
         self._released_here, self._noise_here, self._of_users_here = 0.0, 0.0, False
 
@@ -194,20 +207,22 @@ class PrivateNormalization(keras.layers.Layer):
         super().build(input_shape)
 
     def call(self, inputs: Any) -> Any:
-        """(inputs - mean) / stddev."""
+        """(inputs - mean) / stddev, or inputs * stddev + mean."""
         _applied.add(self)
         mean, stddev = (tf.reshape(v, self._keep) for v in (self.mean, self.stddev))
-        return (tf.cast(inputs, self.compute_dtype) - mean) / stddev
+        inputs = tf.cast(inputs, self.compute_dtype)
+        return inputs * stddev + mean if self.invert else (inputs - mean) / stddev
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """That of the inputs."""
         return input_shape
 
     def adapt(self, x: Any, user_ids: Any = None) -> None:
-        """Releases means and deviations of the training inputs.
+        """Releases means and deviations of the training inputs, or of the targets.
 
         Args:
-          x: [n, ...], an array of all training inputs as the layer will see them.
+          x: [n, ...], an array of all training inputs as the layer will see them; with `invert`, of
+            all targets.
           user_ids: [n], the user each example belongs to, if users are protected; or their
             `UserRecords`. Each user then counts once, in equal parts for each of their examples.
 
@@ -217,7 +232,7 @@ class PrivateNormalization(keras.layers.Layer):
           RuntimeError: if the layer was adapted before, or is a copy of one that was, since that
             would be another release.
         """
-        x = input_array(x)
+        x = array_of("x", x)
         if not self.built:
             self.build((None, *x.shape[1:]))  # which may restore a checkpoint's values
         if self.release_id:
@@ -248,9 +263,10 @@ class PrivateNormalization(keras.layers.Layer):
         if not is_clear:  # last, since a warning may be an error
             warnings.warn(
                 "The private normalization found nothing that stands out from its noise, and "
-                "leaves the inputs as they are from now on. It needs more examples, or less "
-                "noise, that is, a larger epsilon of the plan. Otherwise scale the inputs by "
-                "public constants (`keras.layers.Rescaling`) and leave this layer out. Received: "
+                f"leaves {'outputs' if self.invert else 'inputs'} as they are from now on. It "
+                "needs more examples, or less noise, that is, a larger epsilon of the plan. "
+                "Otherwise scale them by public constants (`keras.layers.Rescaling`) and leave "
+                "this layer out. Received: "
                 f"{examples.num_units} of them, noise with standard deviation "
                 f"{noise:.3g}",
                 stacklevel=level_of_caller(),
@@ -258,5 +274,9 @@ class PrivateNormalization(keras.layers.Layer):
 
     def get_config(self) -> dict:
         """The arguments; means and deviations are weights."""
-        own = {"noise_multiplier": self.noise_multiplier, "axis": self.axis}
+        own = {
+            "noise_multiplier": self.noise_multiplier,
+            "axis": self.axis,
+            "invert": self.invert,
+        }
         return {**super().get_config(), **own}

@@ -158,6 +158,7 @@ def _refuse_unpaid(
             "The model has a `PrivateNormalization` whose release is not in the optimizer's "
             "ledger, so epsilon would be too small. Before training, add it once for each "
             "layer that was adapted: `optimizer.ledger.other_events += (layer.dp_event,)`; or "
-            f"train with `PrivacyPlan(normalize_inputs=True)`. Received: {layer.name!r} with "
+            "train with a `PrivacyPlan` that has `normalize_inputs=True` or "
+            f"`normalize_targets=True`. Received: {layer.name!r} with "
             f"{layer.dp_event!r}, other_events={optimizer.ledger.other_events!r}"
         )

@@ -231,9 +231,12 @@ def _adapted_layers(model: tf.keras.Model) -> Iterator[tuple[str, tf.keras.layer
 
 def _instead_of_adapting(layer: tf.keras.layers.Layer) -> str:
     if isinstance(layer, _LAYERS.Normalization):
+        call, argument = "plan.normalization(x)", "normalize_inputs"
+        if layer.invert:
+            call, argument = "plan.denormalization(y)", "normalize_targets"
         return (
-            "use `plan.normalization(x)` of a `PrivacyPlan` with `normalize_inputs=True`, or pass "
-            "known `mean` and `variance`"
+            f"use `{call}` of a `PrivacyPlan` with `{argument}=True`, or pass known `mean` and "
+            "`variance`"
         )
     if isinstance(layer, _LAYERS.Discretization):
         return "pass known `bin_boundaries`"

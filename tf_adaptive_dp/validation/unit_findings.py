@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_called_once, is_clonable
+from tf_adaptive_dp.normalization import PrivateNormalization
 from tf_adaptive_dp.validation.findings import Finding
 
 _LAYERS = tf.keras.layers
@@ -26,7 +27,8 @@ _OF_UNITS = {
     "huberloss",
     "logcosh",
 }
-_LARGE = 100.0
+_LARGE, _SMALL = 100.0, 0.1
+_TOO_LARGE = 1e10  # whose fourth power is beyond float32
 _LARGE_WEIGHT = 1.001
 _FAR_APART = 1000.0
 # Layers that leave the units of their inputs as they are.
@@ -65,37 +67,61 @@ def unit_findings(model: tf.keras.Model, loss: Any, batch: tuple) -> list[Findin
 
 def _of_targets(model: tf.keras.Model, loss: Any, targets: Any) -> list[Finding]:
     losses, parts = tf.nest.flatten(loss), tf.nest.flatten(targets)
-    if len(parts) == 1:
-        parts = [_before_rescaling(model, parts[0])]
     if len(losses) != len(parts) or isinstance(loss, dict) != isinstance(targets, dict):
         return []
-    sizes = [_largest(part) for of, part in zip(losses, parts) if _grows_with_units(of)]
-    if not sizes or max(sizes) <= _LARGE:
-        return []
-    return [
-        Finding(
-            "units",
-            "batch",
-            f"Targets have magnitudes up to {max(sizes):.2g}, and the loss grows with their units: "
+    numbers = [_numbers(part) for of, part in zip(losses, parts) if _grows_with_units(of)]
+    there = [part for part in numbers if part is not None]
+    offset, scale = 0.0, 1.0
+    if len(parts) == len(there) == 1:
+        offset, scale = _last_rescaling(model, there[0].shape[-1])
+    largest = max((_largest(part - offset) for part in there), default=0.0)
+    if max((_largest((part - offset) / scale) for part in there), default=0.0) > _LARGE:
+        what = (
+            f"Targets have magnitudes up to {largest:.2g}, and the loss grows with their units: "
             "nearly all gradients are clipped, so the model cannot reach targets of that size in a "
-            "few steps, and its other outputs learn little.",
-            "Scale them to a magnitude of about 1 by public constants, or let the model's last "
-            "layer scale its predictions (`keras.layers.Rescaling`); see docs/how-to/units.md.",
-            "warning",
+            "few steps, and its other outputs learn little."
         )
-    ]
+        fix = (
+            "Let the model's last layer scale its predictions (`plan.denormalization(y)` of a plan "
+            "with `normalize_targets=True`, or `keras.layers.Rescaling` with public constants), or "
+            "scale the targets to a magnitude of about 1 by public constants; see "
+            "docs/how-to/units.md."
+        )
+    elif largest > _TOO_LARGE:
+        what = (
+            f"Targets have magnitudes up to {largest:.2g}, and the loss grows with their units: "
+            "the squares of gradients exceed the range of float32, so they count as zero."
+        )
+        fix = "Divide the targets by a public constant; see docs/how-to/units.md."
+    elif 0 < largest < _SMALL:
+        what = (
+            f"Targets have magnitudes of at most {largest:.2g}, and the loss shrinks with their "
+            "units: gradients are far smaller than `l2_norm_clip`, and the noise is as large as "
+            "ever, so the model learns little."
+        )
+        fix = (
+            "Multiply the targets by a public constant that gives them a magnitude of about 1; see "
+            "docs/how-to/units.md."
+        )
+    else:
+        return []
+    return [Finding("units", "batch", what, fix, "warning")]
 
 
-def _before_rescaling(model: tf.keras.Model, target: Any) -> Any:
-    """The target in the units of the layer before the last, if the last one only rescales."""
+def _last_rescaling(model: tf.keras.Model, num_columns: int) -> tuple[Any, Any]:
+    """The offset and the scale of the last layer, if it only rescales; else 0 and 1.
+
+    Args:
+      model: the model.
+      num_columns: the size of the last axis of the targets, for which they must be.
+    """
     last = model.layers[-1] if is_clonable(model) and model.layers else None
-    if not isinstance(last, _LAYERS.Rescaling) or not tf.is_tensor(target):
-        return target
-    if np.ndim(last.scale) or np.ndim(last.offset) or not last.scale:
-        return target
-    if not (target.dtype.is_floating or target.dtype.is_integer):
-        return target
-    return (tf.cast(target, tf.float64) - last.offset) / last.scale
+    found: tuple = (0.0, 1.0)
+    if isinstance(last, PrivateNormalization) and last.invert and last.built:
+        found = tuple(last.get_weights()[:2])
+    elif isinstance(last, _LAYERS.Rescaling) and np.all(last.scale):
+        found = last.offset, last.scale
+    return found if all(np.shape(v) in ((), (1,), (num_columns,)) for v in found) else (0.0, 1.0)
 
 
 def _grows_with_units(loss: Any) -> bool:
@@ -103,11 +129,8 @@ def _grows_with_units(loss: Any) -> bool:
     return name.replace("_", "").lower() in _OF_UNITS
 
 
-def _largest(tensor: Any) -> float:
-    if not tf.is_tensor(tensor) or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        return 0.0
-    values = np.abs(tf.cast(tensor, tf.float64).numpy())
-    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+def _largest(values: np.ndarray) -> float:
+    return float(np.max(np.abs(values), initial=0.0, where=np.isfinite(values)))
 
 
 def _of_inputs(model: tf.keras.Model, inputs: Any) -> list[Finding]:
@@ -139,7 +162,8 @@ def _of_inputs(model: tf.keras.Model, inputs: Any) -> list[Finding]:
 
 
 def _of_weights(weights: Any) -> list[Finding]:
-    largest = max((_largest(part) for part in tf.nest.flatten(weights)), default=0.0)
+    parts = [_numbers(part) for part in tf.nest.flatten(weights)]
+    largest = max((_largest(part) for part in parts if part is not None), default=0.0)
     if largest < _LARGE_WEIGHT:
         return []
     return [

@@ -298,9 +298,10 @@ def check_optimizer(model: tf.keras.Model) -> None:
     if optimizer.ledger.other_events:
         _refuse(
             "must not use side information that was itself released with privacy, nor come from a "
-            "`PrivacyPlan(normalize_inputs=True)`, whose optimizers pay for the plan's "
-            "normalization: the search does not count such a release, so create the optimizer "
-            "without the plan, and normalize by public constants (`tf.keras.layers.Rescaling`)",
+            "`PrivacyPlan` with `normalize_inputs=True` or `normalize_targets=True`, whose "
+            "optimizers pay for the plan's normalization: the search does not count such a "
+            "release, so create the optimizer without the plan, and normalize by public constants "
+            "(`tf.keras.layers.Rescaling`)",
             f"{list(optimizer.ledger.other_events)}",
         )
     adapted = [layer for layer in normalizations_in(model) if layer.release_id]
