@@ -496,6 +496,7 @@ def test_metrics_with_several_numbers_are_kept_as_lists(tmp_path):
         plan.report(tmp_path / "report.html", test_metric="val_label_counts")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kept", [False, True], ids=["in_memory", "in_a_directory"])
 def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path):

@@ -100,6 +100,7 @@ def dataset(change=lambda data: data):
     return change(tf.data.Dataset.from_tensor_slices(arrays)).batch(8, drop_remainder=True)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "data, settings, number",
     [
@@ -195,6 +196,7 @@ def batches_of(arrays):
     return examples.batch(8, drop_remainder=True)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", OVER_PASSES)
 def test_accumulated_batches_end_with_a_pass_wherever_epochs_end(name):
     """An example was in two parts of one release, and moved the sum by 2C."""

@@ -30,6 +30,7 @@ def more(request):
     return [dp.PrivacyMonitor(N, DELTA, full_passes=False)] if monitored else []
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "callback, name",
     [
@@ -54,6 +55,7 @@ def test_adapted_layers_are_told_once(more):
     assert where == catalogue.__file__
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("backup", [CALLBACKS.BackupAndRestore, epoch_backup])
 def test_a_backup_that_forgets_releases_is_told_unless_there_is_a_log(backup, more, tmp_path):
     ((text, _),) = said([backup(str(tmp_path / "backup")), *more])
@@ -81,6 +83,7 @@ def test_it_is_told_again_only_when_a_step_is_built_anew():
     assert len(said(callback, model=model)) == 1
 
 
+@pytest.mark.slow_after(1)
 def test_on_replicas_it_is_told_once_too(more):
     with catalogue.mirrored().scope():
         model = catalogue.compiled()

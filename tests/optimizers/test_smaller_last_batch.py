@@ -85,6 +85,7 @@ def doubled(x, y):
     return tf.ensure_shape(x, [None, 6]), tf.ensure_shape(y, [None])
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "batches",
     [
@@ -138,6 +139,7 @@ def test_batches_of_a_py_dataset_have_the_size_that_it_says(shuffle):
     assert made.optimizer.expected_batch_size == 8.0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("attributes", [{"batch_size": 4}, {"batch_size": None}, {}])
 def test_batches_of_a_py_dataset_that_says_no_size_or_a_smaller_one_are_refused(attributes):
     made = model()
@@ -161,6 +163,7 @@ def test_a_data_set_that_repeats_goes_on_after_its_smaller_batch():
     assert made.optimizer.ledger.segments == [(1.0, 8.0, 4)]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "batches, kwargs",
     [

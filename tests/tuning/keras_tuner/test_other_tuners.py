@@ -34,6 +34,7 @@ def search(directory, monitored, **kwargs):
     return tuner, said, size
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("monitored", [False, True])
 def test_a_trial_says_that_epsilon_does_not_cover_the_search(tmp_path, monitored):
     tuner, said, size = search(tmp_path, monitored)
@@ -44,6 +45,7 @@ def test_a_trial_says_that_epsilon_does_not_cover_the_search(tmp_path, monitored
     assert text.startswith("NOT THE WHOLE COST")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("monitored", [False, True])
 def test_on_replicas_each_trial_says_so_too(tmp_path, monitored):
     tuner, said, _ = search(tmp_path, monitored, distribution_strategy=catalogue.mirrored())
