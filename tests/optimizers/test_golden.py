@@ -289,3 +289,18 @@ def test_dp_adagrad_divides_by_the_sum_of_squared_noisy_gradients():
     assert_trajectory(dp.DPAdagrad(**kwargs, initial_accumulator_value=0.0), points(0.0))
     assert_trajectory(dp.DPAdagrad(**kwargs), points(0.1))
     assert np.abs(points(0.0) - points(0.1)).max() > 0.1
+
+
+@pytest.mark.parametrize("loss_scale", [1e-6, 1.0, 1e6])
+def test_adadp_steps_by_units_of_a_clip_norm_that_follows_the_gradients(loss_scale):
+    """C grows by up to a tenth in each step, which η could not make up for."""
+    clipping = dp.AdaptiveClipping(count_noise_multiplier=1e-6)
+    optimizer = dp.ADADP(3 * loss_scale, 1e-7, clipping=clipping, expected_batch_size=2)
+    w, clips = tf.Variable([0.0]), []
+    for _ in range(2):
+        clips.append(optimizer.l2_norm_clip / loss_scale)
+        with tf.GradientTape() as tape:
+            loss = loss_scale * tf.constant([-30.0, -50.0]) * w
+        optimizer.minimize(loss, [w], tape)
+    assert clips == pytest.approx([3.0, 3.0 * np.exp(0.1)], rel=1e-4)
+    np.testing.assert_allclose(w, [0.1], rtol=1e-4)  # two half steps of η = 0.1

@@ -232,6 +232,16 @@ class GaussianMechanism:
     def l2_norm_clip(self, value: float) -> None:
         self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
 
+    def moving_unit(self) -> tf.Tensor | None:
+        """The C of the last release if C follows the gradients, scalar; otherwise `None`.
+
+        It was computed from noisy counts of earlier releases, so steps may depend on it.
+        """
+        if not self._is_adaptive:
+            return None
+        released = self._released_clip.read_value()
+        return tf.where(released > 0, released, self._l2_norm_clip.read_value())
+
     @property
     def noise_multiplier(self) -> float:
         """σ, the noise in units of C. Setting it between steps opens a new ledger segment."""

@@ -44,6 +44,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     found on both sides of the tolerance: with large batches there are too few steps for a search by
     tenths. `tolerance_decay=0` and `initial_factor=1` give the paper's form of both.
 
+    With `clipping="adaptive"`, G₁ and G₂ are divided by the clip norms that they were released
+    with, so η depends neither on the units of the loss nor on how the clip norm moves.
+
     With side information, steps follow preconditioned gradients, and err compares points of that
     flow. `PublicGradients` stays constant during the two minibatches of a step.
 
@@ -190,6 +193,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
         """Judges the pair over all variables, then updates each; see `OwnRuleOptimizer`."""
+        unit = self._mechanism.moving_unit()
+        if unit is not None:  # C may grow faster than η can shrink
+            grads_and_vars = [(g / tf.cast(unit, g.dtype), v) for g, v in grads_and_vars]
         odd = self.iterations % 2 == 1
         frozen = self._epochs_frozen(self.iterations) >= 0
         eta = tf.cast(self.learning_rate, tf.float32)
