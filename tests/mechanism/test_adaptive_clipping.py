@@ -103,6 +103,12 @@ def test_padding_counts_neither_as_small_nor_as_large():
     assert clips[0] == clips[1] == pytest.approx(1.0)  # two within, two not
 
 
+@pytest.mark.parametrize("count, bound", [(1e6, 1e-12), (-1e6, 1e12)])
+def test_the_clip_stays_where_float32_has_noise_for_it(count, bound):
+    clipping = dp.AdaptiveClipping(learning_rate=1.0)
+    assert float(clipping.next_clip(tf.constant(1.0), tf.constant(count), 10.0)) == bound
+
+
 @pytest.mark.parametrize("change", [0.5, 3.0, np.nan])
 def test_one_example_changes_the_count_by_one_half(change):
     clipping = dp.AdaptiveClipping()
@@ -137,6 +143,7 @@ def test_the_clip_is_saved_and_restored(tmp_path):
         (lambda: dp.AdaptiveClipping(target_quantile=-1), ValueError, "at least 0"),
         (lambda: dp.AdaptiveClipping(learning_rate=0), ValueError, "greater than 0"),
         (lambda: dp.AdaptiveClipping(count_noise_multiplier="1"), TypeError, "must be a number"),
+        (lambda: dp.AdaptiveClipping(count_noise_multiplier=0), ValueError, "greater than 0"),
         (
             lambda: mechanism_of(0.5, noise_multiplier=1.0),
             ValueError,
