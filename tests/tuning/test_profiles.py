@@ -28,7 +28,12 @@ from tests.helpers.exact_selection import (
 )
 from tf_adaptive_dp.tuning import profiles
 from tf_adaptive_dp.tuning.budgets import mean_trials_for_budget, noise_multiplier_for_selection
-from tf_adaptive_dp.tuning.conversion import Accounting
+from tf_adaptive_dp.tuning.conversion import (
+    Accounting,
+    TrialProfile,
+    epsilon_from,
+    renyi_divergences,
+)
 from tf_adaptive_dp.tuning.search_epsilon import composition_epsilon, repeat_and_select_epsilon
 from tf_adaptive_dp.tuning.strategies import RepeatAndSelect
 
@@ -269,3 +274,8 @@ def test_pld_is_left_out_below_its_floor_and_where_it_takes_long():
     # Below the floor ε of the trial is RDP's, and only the choice is PLD's.
     single = composition_epsilon(TRIAL, 1, 1e-13)
     assert repeat_and_select_epsilon(TRIAL, 10, 1e-12, accounting=PLD) >= single
+    divergences = renyi_divergences(TRIAL, PLD.renyi_orders)
+    profile = TrialProfile(TRIAL, divergences, PLD)
+    assert profile.delta(np.array([50.0])) == 1e-9
+    by_rdp = [epsilon_from(divergences, delta, PLD) for delta in (1.1e-9, 0.9e-9)]
+    assert profile.epsilon(1.1e-9) < by_rdp[0] and profile.epsilon(0.9e-9) == by_rdp[1]
