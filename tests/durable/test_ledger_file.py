@@ -1,5 +1,6 @@
 """A file that holds segments says them whole, whenever the process that wrote it ended."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,10 +27,15 @@ def opened(path):
 
 
 @pytest.mark.parametrize("fsync", [False, True])
-def test_a_file_says_what_was_written_last(tmp_path, fsync):
+def test_a_file_says_what_was_written_last(tmp_path, fsync, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
     path = tmp_path / "new" / "folder" / "log"
     file = SegmentFile(path, fsync=fsync)
-    assert file.segments == []
+    assert file.segments == [] and len(synced) == 2 * fsync  # the folder as well
+    synced.clear()
+    file.write(THREE, None)
+    assert synced == [file._file] * fsync
     many = [Segment(1 / 3 + k, 1e300 / 7, 2**62 + k) for k in range(Ledger.MAX_SEGMENTS)]
     for segments, fewest in ((ONE, 7), (many, 2**62), (TWO, None), ([], 3), ([*ONE, *TWO], 2)):
         file.write(segments, fewest)

@@ -111,6 +111,7 @@ def test_exactly_one_trial_may_fit():
     alone, two = (composition_epsilon(TRIAL, k, DELTA) for k in (1, 2))
     assert num_trials_for_budget(TRIAL, alone, DELTA) == 1
     assert num_trials_for_budget(TRIAL, two, DELTA) == 2
+    assert num_trials_for_budget(TRIAL, two * (1 - 1e-9), DELTA) == 1
 
 
 @pytest.mark.parametrize("delta_2", [1e-20, None])

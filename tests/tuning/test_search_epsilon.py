@@ -162,9 +162,9 @@ def repeat_and_select_by_hand(trial, mean, delta, shape):
 
 
 @pytest.mark.slow_after(7)
-@pytest.mark.parametrize("trial", TRIALS)
-@pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mean", [10.0, 1.5, 1000.0])
+@pytest.mark.parametrize("trial", TRIALS)
 def test_repeat_and_select_is_the_theorems_and_dp_accountings(trial, mean, shape):
     found = repeat_and_select_epsilon(trial, mean, DELTA, shape=shape)
     event = dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, mean, shape)

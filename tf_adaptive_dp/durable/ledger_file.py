@@ -130,7 +130,7 @@ class SegmentFile:
         other = records[(number + 1) % 2]
         length = _RECORD_BYTES * (2 if number > 0 else 1)
         if (
-            not (number >= 0 and records[number % 2] == newest)
+            number < 0
             or not (other is None or other.number == number - 1)
             or not (length <= len(content) <= 2 * _RECORD_BYTES)
             or len(segments) > Ledger.MAX_SEGMENTS
