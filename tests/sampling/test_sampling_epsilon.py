@@ -67,25 +67,23 @@ def test_truncation_costs_at_most_what_is_said(rows, spent):
         assert truncated > untruncated + 0.01  # it does cost something
 
 
-@pytest.mark.slow
-def test_epsilon_is_consistent_with_the_delta_that_truncation_leaves():
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+def test_epsilon_is_consistent_with_the_delta_that_truncation_leaves(accountant):
     ledger = fake_ledger((1.0, 100.0, 50))
     sampling = dp.PoissonSampling(0.1, 150, 50)
-    for accountant in ("rdp", "pld"):
-        spent = sampling.epsilon_spent(ledger, N, DELTA, accountant=accountant)
-        plain = epsilon(1.0, 0.1, 50, DELTA, accountant)
-        left = DELTA - 50 * sampling.failure_probability(N) * math.exp(spent)
-        assert 0 < left < DELTA
-        needed = epsilon(1.0, 0.1, 50, left, accountant)
-        assert needed <= spent <= needed * (1 + 1e-5)
-        assert plain < spent
-        assert left == pytest.approx(sampling.delta_for_noise(spent, N, DELTA), rel=1e-12)
-    assert spent == sampling.epsilon_spent(ledger, N, DELTA, accountant="pld")
+    spent = sampling.epsilon_spent(ledger, N, DELTA, accountant=accountant)
+    plain = epsilon(1.0, 0.1, 50, DELTA, accountant)
+    left = DELTA - 50 * sampling.failure_probability(N) * math.exp(spent)
+    assert 0 < left < DELTA
+    needed = epsilon(1.0, 0.1, 50, left, accountant)
+    assert needed <= spent <= needed * (1 + 1e-5)
+    assert plain < spent
+    assert left == pytest.approx(sampling.delta_for_noise(spent, N, DELTA), rel=1e-12)
     half = fake_ledger((1.0, 100.0, 25))
     assert sampling.delta_for_noise(1.0, N, DELTA, releases=25) > sampling.delta_for_noise(
         1.0, N, DELTA
     )
-    assert sampling.epsilon_spent(half, N, DELTA) < spent + 1
+    assert sampling.epsilon_spent(half, N, DELTA, accountant=accountant) < spent
 
 
 @pytest.mark.parametrize("slope", [0.5, 0.9, 0.999, 1.0, 1.5])
