@@ -218,6 +218,7 @@ def test_a_user_counts_once_however_many_examples_they_have(monkeypatch):
     x = np.random.default_rng(3).normal(size=[400, 3])
     ids = np.r_[np.zeros(300, int), 1 + np.arange(100)]
     sums, _ = record(monkeypatch)
+    monkeypatch.setattr(estimator, "_CHUNK", 3 * 150)  # the examples are read in three parts
     layer = adapted(x, 0.01, user_ids=ids)
     examples = estimator.Examples(x, -1, ids)
     assert examples.num_units == 101
@@ -252,6 +253,14 @@ def test_values_that_are_not_finite_leave_their_example_out(monkeypatch):
         layer = adapted(dirty, 0.01)
         assert [s.sum() / c for s, c in zip(sums[:2], clean)] == pytest.approx([0.5, 0.5], abs=0.02)
         assert np.all(np.isfinite(layer.stddev)) and np.all(np.isfinite(layer.mean))
+        near = [
+            estimator._sum_within_window(
+                estimator._InUnits(estimator.Examples(rows, -1, None), np.zeros(3), np.ones(3)),
+                np.ones(3, bool),
+            )
+            for rows in (dirty, dirty[N // 2 :])
+        ]
+        np.testing.assert_allclose(*near)
 
 
 @pytest.mark.usefixtures("usual_noise")

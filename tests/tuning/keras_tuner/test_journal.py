@@ -95,6 +95,9 @@ def test_entries_come_in_order_only(tmp_path):
     journal = SearchJournal(tmp_path / "other")
     with pytest.raises(ValueError, match="may not be written now"):
         journal.note_begun()  # the second trial is in progress
+    for of_the_first in ({"resumed": 1}, {"ended": 1, "outcome": OUTCOME}):
+        with pytest.raises(ValueError, match="may not be written now"):
+            journal._append(of_the_first)
     journal.note_ended(OUTCOME)
     journal.close()
     assert read(tmp_path / "journal") == (None, None, 0, [])
