@@ -172,6 +172,8 @@ def test_poisson_sampling_is_a_proof_for_draws_that_were_checked_and_a_label_is_
         "The library verified that each batch was a fresh draw, but not how it was drawn." in text
     )
     assert "proven" not in text
+    nearly_all = words(Releases([(9.0, 0.9 * N, 2)]), N, DELTA, sampling="poisson")
+    assert "did not verify that the batch was a fresh draw for 2 of the noisy" in nearly_all
     drawn = dp.PoissonSampling.for_batch_size(200, N, steps=6_000)
     text = words(checked, N, DELTA, sampling=drawn)
     assert "were drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
