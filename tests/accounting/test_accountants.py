@@ -74,6 +74,17 @@ def test_events_and_releases_cost_to_the_last_digit_what_the_accountant_says(nam
             assert found == accountant.get_epsilon(delta)
 
 
+def test_events_within_events_count_as_often_as_all_of_them_say():
+    one = dp_accounting.GaussianDpEvent(5.0)
+    thrice = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.1, one), 3)
+    nested = dp_accounting.SelfComposedDpEvent(dp_accounting.ComposedDpEvent([one, thrice]), 2)
+    assert accountants._as_releases([nested, one]) == [
+        ((5.0, 1.0), 2),
+        ((5.0, 0.1), 6),
+        ((5.0, 1.0), 1),
+    ]
+
+
 @pytest.mark.parametrize("name", ["Gaussian", "a list", "Laplace"])
 def test_events_cost_no_second_composition(name, monkeypatch):
     counts, events = {(1.3, 0.05): 50}, COMPOSED[name]
