@@ -119,9 +119,9 @@ def test_a_segment_that_begins_within_a_pass_may_see_an_example_once_more():
     aligned = fake_ledger((2.0, 200.0, 600), (1.5, 200.0, 300))
     ours = epsilon_without_amplification(aligned, N, DELTA)
     assert ours == pytest.approx(gaussians((2.0, 2), (1.5, 1)), rel=1e-12)
-    within = fake_ledger((2.0, 200.0, 450), (1.5, 200.0, 300))
+    within = fake_ledger((2.0, 200.0, 450), (1.5, 200.0, 300), (2.0, 200.0, 300))
     ours = epsilon_without_amplification(within, N, DELTA)
-    assert ours == pytest.approx(gaussians((2.0, 2), (1.5, 2)), rel=1e-12)
+    assert ours == pytest.approx(gaussians((2.0, 2), (1.5, 2), (2.0, 2)), rel=1e-12)
 
 
 def test_where_passes_end_is_unknown_if_batches_do_not_divide_the_data():
