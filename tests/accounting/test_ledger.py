@@ -116,8 +116,16 @@ def test_segments_beyond_the_last_merge_to_the_worst(mode):
 
 def test_after_an_overflow_the_worst_parameters_go_on_without_change():
     ledger = SmallLedger(zoo.add_variable)
-    record_all(ledger, [(3.0, 1.0), (2.0, 1.0), (1.0, 1.0), (2.0, 2.0), (1.0, 2.0)], "eager")
+    pairs = [(3.0, 1.0), (2.0, 1.0), (1.0, 1.0), (2.0, 2.0), (1.0, 2.0)]
+    record_all(ledger, pairs, "eager")
     assert ledger.segments == [(3.0, 1.0, 1), (2.0, 1.0, 1), (1.0, 2.0, 3)]
+    listed = [[]]
+    for pair in pairs:
+        listed.append(SmallLedger.extended(listed[-1], Segment(*pair, 1)))
+    assert listed[-1] == ledger.segments
+    assert all(SmallLedger.extends(ledger.segments, earlier) for earlier in listed)
+    with_more_noise = [*listed[2], Segment(1.5, 2.0, 3)]
+    assert not SmallLedger.extends(ledger.segments, with_more_noise)
 
 
 @hypothesis.settings(max_examples=30)
@@ -379,6 +387,9 @@ def test_the_fewest_units_of_all_releases_count():
     record_all(ledger, [(1.0, 8.0)], "eager")
     for noted, fewest in ((300, 200), (150, 150), (200, 150)):
         ledger.note_units(noted)
+        assert ledger.fewest_units == fewest
+    for of_another, fewest in ((170, 150), (None, 150), (90, 90)):
+        ledger.lower_units(of_another)
         assert ledger.fewest_units == fewest
 
 
