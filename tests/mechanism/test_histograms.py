@@ -92,12 +92,20 @@ def test_the_noise_of_the_counts_is_that_of_gradients(sigma):
 def test_gradients_are_released_only_after_the_histograms():
     mechanism = mechanism_of(1, noise_multiplier=0.0)
     rows = [rows_with_norms([0.5, 0.25])]
-    sums = []
+    sums, not_zero, add_to = [], [], mechanism.generator.add_to
+
+    def noted(parts, *args):
+        not_zero.append([bool(np.any(part)) for part in parts])
+        return add_to(parts, *args)
+
+    mechanism.generator.add_to = noted
     for i in range(8):
         assert bool(mechanism.histograms.are_open()) == (i < 5)
         sums.append(release(mechanism, rows, [1.0, 2.0])[0].numpy())
         assert bool(mechanism.histograms.released()) == (i < 5)
         assert counts_of(mechanism).sum() == pytest.approx(4 * min(i + 1, 5), rel=1e-5)
+    # One example would move two parts by more than the clip norm.
+    assert not_zero == [[False, True]] * 5 + [[True, False]] * 3
     assert not np.any(sums[:5])
     for found in sums[5:]:
         np.testing.assert_allclose(found, rows[0].sum(0) / 10, rtol=1e-6)

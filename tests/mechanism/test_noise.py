@@ -427,6 +427,7 @@ def test_the_key_has_64_bits_of_entropy():
     for quarter in range(0, 64, 16):
         words = {key >> quarter & 0xFFFF for key in keys}
         assert len(words) > 90  # of 100 words of 16 bits, hardly any turns up twice
+    assert int(SecretStream().next()[1]) == 1  # the words of 0 are keys
 
 
 def ancestors(operation):
@@ -460,6 +461,25 @@ def test_noise_waits_for_nothing_in_the_graph():
     types = [op.type for op in ancestors(found[0])]
     assert {"MatMul", "If", "AssignAddVariableOp"} <= set(types)
     assert types.count("AssignVariableOp") >= 2  # the ledger's
+
+
+def test_the_ledger_waits_for_all_checks_and_what_is_released_for_the_ledger():
+    mechanism = zoo.make_mechanism(expected_batch_size=4.0, noise_multiplier=1.0)
+    released = []
+
+    @tf.function
+    def step(rows, padding):
+        released.extend(mechanism.release(zoo.Rows(rows), 4, padding=padding))
+
+    graph = step.get_concrete_function(tf.zeros([4, 3]), tf.zeros([4], tf.bool)).graph
+    counts = graph.capture(mechanism.ledger._counts.handle)
+    operations = graph.get_operations()
+    (counted,) = (
+        op for op in operations if op.type == "AssignAddVariableOp" and op.inputs[0] is counts
+    )
+    checks = {op for op in operations if op.type == "Assert"}
+    assert len(checks) == 4 and checks <= ancestors(counted)
+    assert counted in ancestors(released[0].op)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

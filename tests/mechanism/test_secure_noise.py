@@ -55,6 +55,7 @@ def test_all_bits_come_from_the_operating_system(monkeypatch):
     )
     np.testing.assert_array_equal(first, second)
     assert asked == [16 * 51] * 2
+    assert 8.6 < np.abs(first).max() / (1.5 / 4) < 8.67  # where all bits are 0 is the largest
 
 
 def steps_of_the_grid(values, sensitivity, size):
