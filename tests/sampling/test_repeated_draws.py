@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import catalogue
+from tests.helpers import catalogue, zoo
 from tf_adaptive_dp.accounting.composition import (
     dp_event,
     epsilon,
@@ -339,6 +339,38 @@ def test_a_batch_is_counted_however_fit_runs_the_steps():
         assert optimizer.ledger.checks[0][:3] == (8, 4, 4)
         assert monitor.epsilon() == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
         assert "4 on batches that had been" in " ".join(monitor.statement().split())
+
+
+def known_as(number):
+    """What the mechanism is told of a batch, or of a part of one."""
+    return draw_numbers.Number(
+        tf.constant([number], tf.int64), tf.constant([True]), tf.constant(True)
+    )
+
+
+def test_parts_that_repeat_others_are_counted_until_they_are_dropped():
+    seen = draw_numbers.SeenDraws()
+
+    def add(number, complete=False):
+        draw = seen.add(known_as(number), tf.constant(complete))
+        return int(draw.distance), float(draw.copies)
+
+    assert [add(5), add(5), add(6, complete=True)] == [(0, 0), (0, 1), (0, 1)]
+    assert [add(7), add(8, complete=True)] == [(0, 0), (0, 0)]
+    assert [add(8), add(6, complete=True)] == [(1, 0), (1, 0)]  # the nearest counts
+    assert [add(9), add(9)] == [(0, 0), (0, 1)]
+    seen.drop_parts()
+    assert [add(9), add(10, complete=True)] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:Under eager execution")
+def test_an_example_in_two_parts_of_a_batch_counts_twice():
+    mechanism = zoo.make_mechanism(
+        expected_batch_size=4.0, noise_multiplier=3.0, gradient_accumulation_steps=3
+    )
+    for number in (1, 2, 1, 3, 3, 3):
+        mechanism.release(zoo.Rows(np.ones([2, 3], "float32")), 2, number=known_as(number))
+    assert mechanism.ledger.segments == [(1.5, 4.0, 1), (1.0, 4.0, 1)]
 
 
 @pytest.mark.slow
