@@ -451,9 +451,9 @@ def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path, sampling):
 @pytest.mark.parametrize(
     "kind, keyed, lengths",
     [
-        (FixedOrder, False, (4, 8, 3)),
-        (ShuffledEpochs, False, (4, 8, 3)),
         (FixedOrder, True, (3, 2, 4, 1)),
+        (ShuffledEpochs, False, (4, 8, 3)),
+        (FixedOrder, False, (4, 8, 3)),
         (ShuffledEpochs, True, (3, 2, 4, 1)),
     ],
 )
