@@ -10,7 +10,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.catalogue import with_noise_of_1 as compiled
 from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp.accounting.ledger import Releases, Segment
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
 from tf_adaptive_dp.durable import ledger_file as files
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 
@@ -203,10 +203,11 @@ def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
 
 def test_a_warning_says_how_many_releases_were_lost(tmp_path):
     log, optimizer = log_of(tmp_path / "log", (1.0, 8.0, 12)), compiled().optimizer
-    optimizer.ledger.restore([(1.0, 8.0, 5)])
+    optimizer.ledger.restore([(1.0, 8.0, 5)], [BatchChecks(5, 2, 1)])
     with pytest.warns(UserWarning, match="^7 releases were not in the checkpoint"):
         log.reconcile(optimizer)
     assert optimizer.ledger.segments == [(1.0, 8.0, 12)]
+    assert optimizer.ledger.checks == [BatchChecks(5, 2, 1)]  # repetitions stay known
 
 
 @pytest.mark.parametrize("last", [0, 2])
