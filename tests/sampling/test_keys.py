@@ -39,6 +39,8 @@ def test_two_datasets_and_two_passes_differ_and_seeded_ones_repeat():
     assert runs_a == runs_b
     every = [tuple(batch) for run in runs_a for batch in run]
     assert len(set(every)) == len(every)
+    rest = dp.poisson_batches(numbered(), seeded, start_step=4)  # without those before
+    assert drawn_ids(rest) == runs_a[0][4:]
 
 
 @pytest.mark.slow
