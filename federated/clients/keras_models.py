@@ -206,12 +206,13 @@ def _fixed_numbers(of: Any) -> tf.Tensor:
 
 
 def _are_close(first: list[Any], second: list[Any]) -> bool:
-    pairs = zip(first, second)
+    # NumPy compares no bfloat16, which `mixed_bfloat16` gives.
+    pairs = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(first, second))
     return all(np.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True) for a, b in pairs)
 
 
 def _require_layers_that_tff_calls(model: tff.learning.models.VariableModel) -> None:
-    """Raises TypeError if TFF cannot compute the loss, or the metrics, of a batch in its graph.
+    """Raises TypeError or ValueError if TFF cannot compute loss and metrics in its graph.
 
     Its `forward_pass` adds the losses of the layers outside of the graph that calls these. Keras
     converts no control flow of its own layers there. And metrics whose variables come with the
@@ -230,7 +231,15 @@ def _require_layers_that_tff_calls(model: tff.learning.models.VariableModel) -> 
                 f"Received: {str(error).strip().splitlines()[-1]}"
             ) from error
         if "Python control flow" not in str(error):
-            raise
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                "`model_fn` must return a model whose loss and metrics can be computed from "
+                "batches of `input_spec`. If x and y have no axis for the batch there, batch the "
+                "clients' data sets, as with "
+                "`client_data.preprocess(lambda dataset: dataset.batch(16))`. "
+                f"Received: {str(error).strip().splitlines()[-1].strip()}, for "
+                f"input_spec={model.input_spec!r}"
+            ) from error
         raise TypeError(
             "`model_fn` must return a model whose layers decide nothing by the value of a tensor "
             "with `if` or `while`, which Keras cannot convert in TFF's graph. Leave the layer out "

@@ -70,7 +70,7 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
             "`state` must be the state of a learning process, or its model weights. Received: "
             f"state of type {type(state).__name__}"
         )
-    model = model_fn() if callable(model_fn) else None
+    model = _made_by(model_fn)
     if not isinstance(model, tf.keras.Model):
         raise TypeError(
             "`model_fn` must be a function that returns a Keras model. Received: "
@@ -78,6 +78,12 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
         )
     _assign(weights, model)
     return model
+
+
+def _made_by(model_fn: Any) -> Any:
+    """What a function returns; `None` for anything else, such as a model, which is callable too."""
+    is_function = callable(model_fn) and not isinstance(model_fn, tf.keras.Model)
+    return model_fn() if is_function else None
 
 
 def _assign(weights: tff.learning.models.ModelWeights, model: tf.keras.Model) -> None:
@@ -170,7 +176,7 @@ class Evaluation:
         self.client_ids = distinct_client_ids(client_ids)
         self._datasets = datasets
         self._model_fn = model_fn
-        self._model = model_fn() if callable(model_fn) else None
+        self._model = _made_by(model_fn)
         if not isinstance(self._model, tf.keras.Model) or self._model.optimizer is None:
             raise TypeError(
                 "`model_fn` must be a function that returns a Keras model, compiled with its "
@@ -226,6 +232,12 @@ class Evaluation:
         """Gives the model these weights, and new metrics."""
         if _is_of_graphs(self._model):
             self._model = self._model_fn()
+            if _is_of_graphs(self._model):
+                raise TypeError(
+                    "`model_fn` must return a new Keras model at each call. TFF made models since "
+                    "the one that it returned was made, and with these an older one no longer "
+                    f"works. Received: model_fn={self._model_fn!r}, which returned an older model"
+                )
         _assign(weights, self._model)
         self._model.reset_metrics()
 

@@ -265,11 +265,29 @@ class InSession(tf.keras.metrics.MeanAbsoluteError):
         (compiled(loss="mse", metrics=[mean]), SPEC, ValueError, "Received: the function 'mean'$"),
         (functional_model, None, TypeError, "`model_fn` must be the .* itself.*pass what it ret"),
         (compiled(loss="mse", metrics={"dense": "mae"}), SPEC, ValueError, "must be names"),
+        (
+            compiled(loss="mse"),
+            (tf.TensorSpec([None, 5]), SPEC[1]),
+            ValueError,
+            r"batches of `input_spec`.*expected shape=\(None, 3\), found shape=\(None, 5\)",
+        ),
+        (
+            compiled(loss="mse"),
+            (tf.TensorSpec([3]), tf.TensorSpec([], tf.int32)),
+            ValueError,
+            r"`client_data.preprocess\(lambda dataset: dataset.batch.*found ndim=1",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_a_cure(model_fn, spec, error, message):
     with pytest.raises(error, match=message):
         converted(model_fn, spec)
+
+
+def test_a_model_may_compute_in_bfloat16():
+    dtype = tf.keras.mixed_precision.Policy("mixed_bfloat16")
+    model = converted(compiled(lambda: layers(1, dtype=dtype), loss="mse"))
+    assert model.forward_pass((np.ones([2, 3], np.float32), np.zeros(2, np.int32))).loss == 9.0
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])

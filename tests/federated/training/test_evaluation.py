@@ -256,6 +256,15 @@ def test_a_process_that_is_built_in_between_does_not_disturb_the_model():
     assert evaluation.figures(at) == before
 
 
+def test_a_model_that_is_returned_again_is_refused_once_it_no_longer_works():
+    model = model_fn()
+    evaluation = Evaluation(lambda: model, of_client, ["a"])
+    with tf.Graph().as_default():
+        model_fn()
+    with pytest.raises(TypeError, match="`model_fn` must return a new Keras model at each call"):
+        evaluation.check(weights(np.ones([2, 2])))
+
+
 def test_client_data_of_tff_is_evaluated_on_all_of_its_clients():
     data = tff.simulation.datasets.TestClientData(
         {name: (np.ones([2, 2], np.float32), np.ones([2], np.int32)) for name in "ab"}
@@ -294,6 +303,7 @@ def test_which_figure_is_better(best, mode, better):
         ({"client_ids": ["a", b"b"]}, r"`client_ids` must .*client.decode\(\)"),
         ({"client_ids": ["a", "a"]}, "`client_ids` must be .* all different.*2 ids, 1 distinct"),
         ({"model_fn": real_rounds.model_fn}, "`model_fn` must .* compiled with its loss"),
+        ({"model_fn": model_fn()}, "`model_fn` must be a function that returns a Keras model"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -384,6 +394,8 @@ def test_what_has_no_weights_is_not_exported():
         export({"weights": 1}, model_fn)
     with pytest.raises(TypeError, match="`model_fn` must be a function that returns a Keras model"):
         export(weights(np.zeros([2, 2])), real_rounds.model_fn)
+    with pytest.raises(TypeError, match="`model_fn` must be a function that returns a Keras model"):
+        export(weights(np.zeros([2, 2])), model_fn())
     with pytest.raises(ValueError, match="a model with the weights of the trained one"):
         export(weights(np.zeros([3, 2])), model_fn)
 
