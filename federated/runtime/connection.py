@@ -115,7 +115,10 @@ class _Stub:
         if code == grpc.StatusCode.UNAVAILABLE or "No executor found" in details:  # restarted
             self._lost = True
             return WorkerLostError(details, [self._address])
-        return error
+        # What follows is about TFF's plan of the computation.
+        said = (details.split(" while evaluating ")[0].splitlines() or [str(error)])[0]
+        said = said.removeprefix("Failed to run computation: ")
+        return RuntimeError(f"A computation failed in the worker at {self._address}: {said}")
 
 
 class _Executors(tff.framework.ExecutorFactory):
@@ -208,6 +211,25 @@ def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
+def _require_no_secure_sums(comp: Any) -> None:
+    """Raises NotImplementedError for a computation with secure sums, which no worker computes."""
+    proto = tff.framework.serialize_computation(comp).SerializeToString()
+    if b"federated_secure_" in proto:
+        raise NotImplementedError(
+            "TFF's workers compute no secure sums. Leave out `secure_aggregator()`, "
+            "`ddp_secure_aggregator(...)`, `secure_sum_then_finalize` and the like. To test a "
+            "process with them, call `tff.backends.test.set_sync_test_cpp_execution_context()`, "
+            "which computes the same sums without any protection. Received: a computation with "
+            "`federated_secure_...` intrinsics"
+        )
+
+
+def _compiled(comp: Any) -> Any:
+    """The form of a computation that workers take."""
+    _require_no_secure_sums(comp)
+    return tff.backends.native.desugar_and_transform_to_native(comp)
+
+
 class Worker(tff.framework.AsyncContext):
     """A connection to one worker, with its own thread to wait in.
 
@@ -225,7 +247,7 @@ class Worker(tff.framework.AsyncContext):
         self._executors = _Executors(_Stub(address, self._channel, timeout), open_executors)
         self._context = tff.framework.AsyncExecutionContext(
             executor_fn=self._executors,
-            compiler_fn=tff.backends.native.desugar_and_transform_to_native,
+            compiler_fn=_compiled,
             transform_args=tff.tensorflow.transform_args,
             transform_result=tff.tensorflow.transform_result,
         )
@@ -302,6 +324,7 @@ class Pool:
         """
         with self._lock:
             if comp not in self._forms:
+                _require_no_secure_sums(comp)
                 form = tff.backends.native.compile_to_mergeable_comp_form(comp)
                 self._before_release |= {id(form.up_to_merge), id(form.merge)}
                 self._forms[comp] = form

@@ -153,6 +153,30 @@ def weights(process, state):
     return np.concatenate([w.ravel() for w in process.get_model_weights(state).trainable])
 
 
+@tff.federated_computation(tff.FederatedType(np.int32, tff.CLIENTS))
+def secure_sum(numbers):
+    return tff.federated_secure_sum_bitwidth(numbers, 4)
+
+
+@tff.tensorflow.computation(np.int32)
+def next_digit(n):
+    with tf.control_dependencies([tf.debugging.assert_less(n, 9, message="no next digit")]):
+        return n + 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_secure_sums_are_refused_with_what_to_do(kept_workers, workers):
+    with contexts.remote_context([w.address for w in kept_workers[:workers]]):
+        with pytest.raises(NotImplementedError, match="Leave out `secure_aggregator.*set_sync"):
+            secure_sum([1, 2])
+
+
+def test_a_computation_that_fails_says_why_in_one_line(context):
+    with pytest.raises(RuntimeError, match=r"failed in the worker at .*\d: .*no next digit.*$"):
+        next_digit(9)
+    assert next_digit(8) == 9
+
+
 # --- a local worker ends with Python, however that ends
 
 

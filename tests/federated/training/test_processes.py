@@ -336,7 +336,7 @@ def test_secure_aggregation_needs_the_context_that_tff_has_for_testing_it(contex
     clients = [client_of(seed) for seed in range(3)]
     expected = weights(plain, plain.next(plain.initialize(), clients).state)
     state = secure.initialize()
-    with pytest.raises(Exception, match="Cannot embed a federated value"):
+    with pytest.raises(NotImplementedError, match="Leave out `secure_aggregator"):
         secure.next(state, clients)
     ours = tff.framework.get_context_stack().current
     try:
