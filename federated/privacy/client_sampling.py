@@ -88,7 +88,8 @@ def _require_sampling(sampling: Any) -> None:
     if not isinstance(sampling, draws.Sampling):
         raise TypeError(
             "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
-            f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
+            "`FixedOrder` or `EveryClient`, such as `sampler.sampling` of a `ClientSampler`. "
+            f"Received: sampling={sampling!r}"
         )
 
 

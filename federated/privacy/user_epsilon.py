@@ -11,6 +11,7 @@ from federated.privacy.user_ledger import UserLedger
 from tf_adaptive_dp import checks, statement
 from tf_adaptive_dp.accounting.accountants import Counts, composed_epsilon
 from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
+from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 from tf_adaptive_dp.statement import Unit
@@ -143,7 +144,12 @@ def _by(ledger: UserLedger, delta: float, sampling: draws.Sampling, accountant: 
     if ledger.is_banded:
         return _epsilon_of_sequences(ledger, delta, accountant)
     clients = ledger.privacy.total_clients
-    return sampling.epsilon_spent(ledger, clients, delta, accountant=accountant)
+    return sampling.epsilon_spent(_releases(ledger), clients, delta, accountant=accountant)
+
+
+def _releases(ledger: UserLedger) -> Releases:
+    """A ledger without its unit, for functions that are told the number of users."""
+    return Releases(ledger.segments, ledger.other_events)
 
 
 def privacy_statement(
@@ -212,7 +218,10 @@ def privacy_statement(
 
 def _check(ledger: UserLedger, sampling: draws.Sampling) -> None:
     if not isinstance(ledger, UserLedger):
-        raise TypeError(f"`ledger` must be a `UserLedger`. Received: ledger={ledger!r}")
+        raise TypeError(
+            "`ledger` must be a `UserLedger`, such as `trained.ledger` of what `federated.train` "
+            f"returns. Received: ledger of type {type(ledger).__name__}"
+        )
     check_sampling(ledger.privacy, sampling)
     check_drawn(ledger, sampling)
     longest = max(ledger.sequences, default=0)
@@ -286,7 +295,9 @@ def _claim(
     clients = ledger.privacy.total_clients
     unamplified = math.nan
     if isinstance(sampling, ShuffledEpochs):
-        unamplified = epsilon_without_amplification(ledger, clients, delta, accountant=accountant)
+        unamplified = epsilon_without_amplification(
+            _releases(ledger), clients, delta, accountant=accountant
+        )
     return statement.claim(
         spent,
         unamplified,

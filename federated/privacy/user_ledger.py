@@ -42,6 +42,8 @@ class UserLedger:
         it was released from private data, that event is part of ε.
 
     Attributes:
+      counts_rounds: true; `tf_adaptive_dp.accounting` refuses such a ledger, whose unit is not one
+        example.
       privacy: the privacy.
       side_information: the record of the side information, or `None`.
       sampling: how the cohorts were drawn, as `federated.train` records it
@@ -65,6 +67,8 @@ class UserLedger:
     >>> ledger.segments
     [Segment(noise_multiplier=1.0, batch_size=100.0, num_releases=2)]
     """
+
+    counts_rounds = True
 
     def __init__(self, privacy: UserLevelPrivacy, side_information: Any = None):
         if not isinstance(privacy, UserLevelPrivacy):

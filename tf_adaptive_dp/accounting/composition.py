@@ -378,6 +378,12 @@ def in_units(ledger: Any) -> Any:
 
 def _refuse_users(ledger: Any) -> None:
     """Raises ValueError for a ledger of users, whose ε would be too small for `num_examples`."""
+    if getattr(ledger_of(ledger), "counts_rounds", False):
+        raise ValueError(
+            "This ledger counts rounds of federated training, whose unit is a user with all data. "
+            "Call `federated.epsilon_spent(ledger, delta, sampling=sampler.sampling)`, or "
+            f"`federated.privacy_statement`. Received: ledger={ledger!r}"
+        )
     if in_units(ledger) is not ledger:
         raise ValueError(
             "This ledger counts releases about users, so ε depends on the number of users, not on "

@@ -20,7 +20,7 @@ from federated.privacy.client_sampling import (
 )
 from federated.privacy.user_epsilon import UserLedger, epsilon_spent, privacy_statement
 from federated.privacy.user_level import UserLevelPrivacy
-from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
+from tf_adaptive_dp import accounting, statement
 
 DELTA = 1e-4
 GAUSSIAN = UserLevelPrivacy(1.3, 50, 2000, clip=1.0)
@@ -240,12 +240,27 @@ def test_a_sampling_that_does_not_fit_is_refused():
         epsilon_spent(ledger_of(TREE), DELTA, sampling=POISSON)
     with pytest.raises(ValueError, match="stated for clients_per_round=50"):
         epsilon_spent(ledger, DELTA, sampling=EveryClient())
-    with pytest.raises(TypeError, match="`ledger` must be a `UserLedger`"):
+    with pytest.raises(TypeError, match="`UserLedger`, such as `trained.ledger`.*SimpleNamespace$"):
         epsilon_spent(SimpleNamespace(segments=[], other_events=()), DELTA, sampling=POISSON)
+    with pytest.raises(TypeError, match="such as `sampler.sampling` of a `ClientSampler`"):
+        epsilon_spent(ledger, DELTA, sampling=SimpleNamespace())
     for wrong in (0.0, 1.0):
         for privacy, sampling in ((GAUSSIAN, POISSON), (TREE, SHUFFLED)):
             with pytest.raises(ValueError, match="`delta` must be in"):
                 epsilon_spent(ledger_of(privacy), wrong, sampling=sampling)
+
+
+def test_functions_for_examples_refuse_rounds():
+    """With the number of all users' examples, ε would be far too small."""
+    ledger = ledger_of(GAUSSIAN)
+    for ask in (
+        lambda: accounting.epsilon_spent(ledger, 100_000, DELTA),
+        lambda: accounting.epsilon_without_amplification(ledger, 100_000, DELTA),
+        lambda: statement.privacy_statement(ledger, 100_000, DELTA, sampling="poisson"),
+        lambda: POISSON.epsilon_spent(ledger, 2000, DELTA),
+    ):
+        with pytest.raises(ValueError, match="federated.epsilon_spent.ledger, delta, sampling"):
+            ask()
 
 
 @pytest.mark.parametrize(
@@ -317,7 +332,8 @@ def test_the_statement_of_shuffled_cohorts_has_two_epsilons():
     ledger = ledger_of(GAUSSIAN)
     text = said(ledger, SHUFFLED)
     approximation = epsilon_spent(ledger, DELTA, sampling=SHUFFLED)
-    bound = epsilon_without_amplification(ledger, 2000, DELTA, accountant="pld")
+    releases = accounting.Releases(ledger.segments)
+    bound = accounting.epsilon_without_amplification(releases, 2000, DELTA, accountant="pld")
     assert bound > approximation
     for value in (approximation, bound):
         assert f"epsilon = {math.ceil(value * 1e4) / 1e4:.4f}" in text
