@@ -105,11 +105,12 @@ def _check(
         )
     if ledger is not None:
         user_epsilon.check_drawn(ledger, sampling)
-    for manager in release_managers:
-        if not isinstance(manager, tff.program.ReleaseManager):
+    is_list = isinstance(release_managers, Sequence)
+    for manager in release_managers if is_list else [release_managers]:
+        if not is_list or not isinstance(manager, tff.program.ReleaseManager):
             raise TypeError(
                 "`release_managers` must be a list of `tff.program.ReleaseManager`s. Received: "
-                f"{manager!r} among them"
+                f"{manager!r}{' among them' if is_list else ''}"
             )
 
 
@@ -128,8 +129,9 @@ def _datasets_of(client_data: Any) -> Callable[[str], tf.data.Dataset]:
     if not callable(datasets):
         raise TypeError(
             "`client_data` must be a `tff.simulation.datasets.ClientData` or a function from a "
-            "client id to a `tf.data.Dataset`, not a list: `sampler` says whose data a round "
-            f"takes. Received: client_data of type {type(client_data).__name__}"
+            "client id to a `tf.data.Dataset`, such as `datasets.__getitem__` of a dict, not a "
+            "list: `sampler` says whose data a round takes. Received: client_data of type "
+            f"{type(client_data).__name__}"
         )
     return datasets
 
@@ -190,8 +192,9 @@ class _PrivacyFigures:
         if ledger is None:
             if self._delta is not None:
                 raise ValueError(
-                    "`delta` needs a `ledger`, or a process that has one. "
-                    f"Received: delta={self._delta}"
+                    "`delta` needs a `ledger`, such as `federated.UserLedger(privacy)` for a "
+                    "process whose aggregator is `privacy.aggregator()`, or a process that has "
+                    f"one, as `federated.build_dp_fed_avg` makes. Received: delta={self._delta}"
                 )
             return {}
         counted = {"privacy/rounds_counted": float(ledger.num_releases)}
@@ -311,6 +314,22 @@ def _best(evaluation: Evaluation, kept: BestState, run: Run, stacklevel: int) ->
     return best
 
 
+def _named_numbers(prefix: str, found: Any) -> dict[str, float]:
+    """What an evaluation found, with a prefix for the names.
+
+    Raises:
+      TypeError: if it is no mapping from names to numbers. The round is saved, and released when
+        the run resumes.
+    """
+    try:
+        return {f"{prefix}{name}": float(x) for name, x in found.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(
+            "`evaluate` must return a dict of numbers by name, such as {'accuracy': 0.9}. The "
+            f"round is saved: correct `evaluate` and call `train` again. Received: {found!r}"
+        ) from error
+
+
 class _Releases:
     """What a run releases after a round, and after its last one.
 
@@ -346,9 +365,7 @@ class _Releases:
         for evaluator in self._evaluators:
             if evaluator.is_due(self._run.finished) or self.is_last():
                 found = evaluator.figures(self._run.process.get_model_weights(self._run.state))
-                released.update(
-                    (f"{evaluator.prefix}{name}", float(x)) for name, x in found.items()
-                )
+                released.update(_named_numbers(evaluator.prefix, found))
         self._publish(released, self._run.number)
 
     def release_what_was_saved(self) -> None:

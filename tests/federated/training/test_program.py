@@ -566,6 +566,17 @@ def test_the_model_is_evaluated_after_some_rounds_and_the_last(tmp_path):
     assert run(7) == [2, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("found", [None, 0.5, {"accuracy": [0.5, 0.6]}])
+def test_an_evaluation_without_numbers_costs_one_round_and_is_corrected(tmp_path, found):
+    sampler = rounds.Sampler(["a"], rounds.Sampling())
+    arguments = (rounds.Process(tmp_path), str, sampler, 2, tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(TypeError, match="`evaluate` must return a dict of numbers by name"):
+            program.train(*arguments, evaluate=lambda weights: found)
+    trained = program.train(*arguments, evaluate=lambda weights: {"accuracy": 0.5})
+    assert trained.num_begun == trained.num_finished == 2
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -573,11 +584,12 @@ def test_the_model_is_evaluated_after_some_rounds_and_the_last(tmp_path):
         ({"num_rounds": 1001}, r"`num_rounds` must be at most the `steps`.*steps=1000"),
         ({"evaluate_every": 0}, "`evaluate_every` must be at least 1"),
         ({"max_failures": -1}, "`max_failures` must be at least 0"),
-        ({"delta": 1e-5}, "`delta` needs a `ledger`"),
-        ({"client_data": {"a": 1}}, "`client_data` must be a"),
+        ({"delta": 1e-5}, r"`delta` needs a `ledger`, such as `federated.UserLedger\(privacy\)`"),
+        ({"client_data": {"a": 1}}, "`client_data` must be a.*such as `datasets.__getitem__`"),
         ({"client_data": [1]}, "not a list: `sampler` says .* type list$"),
         ({"process": print}, "`process` must be a .*LearningProcess.*without `initialize`"),
-        ({"release_managers": [print]}, "`release_managers` must be a list of"),
+        ({"release_managers": [print]}, "`release_managers` must be a list of.*among them"),
+        ({"release_managers": print}, "`release_managers` must be a list of.*function print>$"),
         ({"sampler": "every"}, "`sampler` must be a `ClientSampler`"),
         ({"ledger": 7}, "`ledger` must be a `UserLedger`"),
     ],
