@@ -49,7 +49,7 @@ def build_adadp(
     A step whose error exceeds the tolerance is not lost but shortened, so that its error equals
     tol. So every minibatch moves the client, and no η₀ and no single gradient can throw it far off.
     From round to round the tolerance falls: tol = tolerance / √(1 + tolerance_decay·r) after r
-    rounds. So the longer training lasts, the less do clients with different data drift apart.
+    rounds. So clients with different data drift apart less and less.
 
     The paper returns to θ₀ instead of shortening a step, and keeps the tolerance constant:
     `build_adadp(tolerance=0.1, discard=True, tolerance_decay=0)` is its form. See docs/results.md
