@@ -21,7 +21,7 @@ from federated.training import monitor
 from federated.training.dropout import Dropout, check_dropping
 from federated.training.evaluation import Best, BestState, Evaluation, warn_of_choice
 from federated.training.run import Run, rounds_before
-from tf_adaptive_dp import checks
+from tf_adaptive_dp import checks, statement
 
 
 class Trained(NamedTuple):
@@ -459,10 +459,11 @@ def train(
         both would draw the same cohorts. `None` takes `process.new_ledger()`, or no ledger in a run
         without privacy.
       delta: if given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
-        needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of
-        `privacy/epsilon_covers_rounds` rounds, up to three or an eighth more than were counted. So
-        it is too large in the first rounds, a little too large later on, and exact after the last
-        one. `epsilon_spent` and `privacy_statement` are exact at any time.
+        needs a ledger. It should be well below 1 / number of clients; a warning says if it is not.
+        Under the Gaussian mechanism `privacy/epsilon` is that of `privacy/epsilon_covers_rounds`
+        rounds, up to three or an eighth more than were counted. So it is too large in the first
+        rounds, a little too large later on, and exact after the last one. `epsilon_spent` and
+        `privacy_statement` are exact at any time.
       evaluate: maps the model weights to figures, released as `test/…`; called again for a round
         that is released again.
       evaluate_every: the number of finished rounds between evaluations. The last round is always
@@ -518,6 +519,9 @@ def train(
     of_privacy(ledger)  # fails now rather than after a round
     if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
         user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
+        if delta is not None:
+            users = ledger.privacy.total_clients
+            statement.warn_of_large_delta(delta, users, user_epsilon.USER, stacklevel=2)
 
     figures = _Figures(of_privacy)
     run = Run(

@@ -37,6 +37,7 @@ from tests.helpers import real_rounds
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.statement import LargeDeltaWarning
 
 
 @pytest.fixture(scope="module")
@@ -977,6 +978,9 @@ def test_a_wrong_delta_is_refused_before_anything_happens(process, tmp_path):
     with pytest.raises(ValueError, match="`delta` must"):
         program.train(process, real_rounds.dataset, sampler, 1, tmp_path / "run", delta=1.0)
     assert not (tmp_path / "run").exists()
+    with pytest.warns(LargeDeltaWarning, match="well below 1 / num_users.*delta=0.5"):
+        with pytest.raises(ZeroDivisionError):  # where the first data set is made
+            program.train(process, lambda client: 1 / 0, sampler, 1, tmp_path / "run", delta=0.5)
 
 
 @pytest.mark.slow
