@@ -191,8 +191,8 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
     copies all images when it is made, and again in each dataset that TFF traces.)
 
     Args:
-      images: [N, ...].
-      labels: [N].
+      images: [N, ...], or something else that `np.asarray` makes an array of.
+      labels: [N], likewise.
       partition: of each client the rows of its images.
 
     Returns:
@@ -201,6 +201,7 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
     Raises:
       ValueError: if lengths differ, or a client has no rows or rows that are not there.
     """
+    images, labels = np.asarray(images), np.asarray(labels)
     if len(images) != len(labels):
         raise ValueError(
             f"`images` and `labels` must have the same length. Received: {len(images)} images, "
@@ -220,7 +221,10 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
             return tf.data.Dataset.from_tensor_slices((images[rows], labels[rows]))
         # Traced, where the client is not known yet: all images become part of the graph.
         rows = tf.ragged.constant([list(partition[name]) for name in names], dtype=tf.int64)
-        mine = rows[tf.argmax(tf.equal(names, client_id))]
+        is_client = tf.equal(names, client_id)
+        known = tf.debugging.Assert(tf.reduce_any(is_client), ["There is no client", client_id])
+        with tf.control_dependencies([known]):  # `argmax` would find the first one
+            mine = rows[tf.argmax(is_client)]
         return tf.data.Dataset.from_tensor_slices(
             (tf.gather(images, mine), tf.gather(labels, mine))
         )

@@ -146,13 +146,22 @@ def in_memory(
       max_clients: the number of clients to keep in memory; the least recently used are dropped.
 
     Returns:
-      A function from a client id to the batches of a round, for `federated.train`.
+      A function from a client id to the batches of a round, for `federated.train`. It raises
+      ValueError for the id of no client.
 
     Raises:
-      TypeError, ValueError: if `max_clients` is not an integer of at least 1.
+      TypeError, ValueError: if `max_clients` is not an integer of at least 1, or `client_data` has
+        no batches.
     """
     checks.integer("max_clients", max_clients, 1)
-    spec = client_data.element_type_structure
+    spec = getattr(client_data, "element_type_structure", None)
+    if spec is None or any(part.shape.rank == 0 for part in tf.nest.flatten(spec)):
+        raise TypeError(
+            "`client_data` must be a `tff.simulation.datasets.ClientData` of batches, such as "
+            "`client_data.preprocess(lambda dataset: dataset.batch(500))`. Received: client_data "
+            f"of type {type(client_data).__name__}, element_type_structure={spec!r}"
+        )
+    known = frozenset(client_data.client_ids)
 
     # One graph for all clients: tracing one for each would leak 2 MB per client.
     @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
@@ -168,4 +177,12 @@ def in_memory(
     def examples(client_id: str) -> Any:
         return tf.nest.map_structure(lambda tensor: tensor.numpy(), read(client_id))
 
-    return lambda client_id: batches(tf.data.Dataset.from_tensor_slices(examples(client_id)))
+    def of_client(client_id: str) -> tf.data.Dataset:
+        if client_id not in known:  # of which a graph may make an empty data set
+            raise ValueError(
+                "`client_data` must have the clients whose data are asked for. Received: "
+                f"{client_id!r}, which is none of its {len(known)} `client_ids`"
+            )
+        return batches(tf.data.Dataset.from_tensor_slices(examples(client_id)))
+
+    return of_client

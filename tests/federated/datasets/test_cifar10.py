@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import numpy as np
+import pandas
 import pytest
 import tensorflow as tf
 
@@ -142,6 +143,8 @@ def test_clients_have_their_own_images_however_they_are_asked(images):
             assert [label for _, label in pairs] == rows
             np.testing.assert_array_equal([image for image, _ in pairs], images[rows])
     assert data.element_type_structure[0] == tf.TensorSpec([32, 32, 3], tf.uint8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="There is no client"):
+        list(tf.data.Dataset.from_tensors("z").flat_map(data.serializable_dataset_fn))
     only = subset(data, ["b"])
     assert only.client_ids == ["b"]
     assert len(list(only.create_tf_dataset_for_client("b"))) == 3
@@ -159,6 +162,14 @@ def test_images_are_normalised_while_they_are_read(images):
     np.testing.assert_allclose(x, (images[:3] / 255 - mean) / std, rtol=1e-4, atol=1e-5)
     assert (x.dtype, y.dtype) == (tf.float32, tf.int32)
     assert [len(labels) for _, labels in batches] == [3, 2]
+
+
+def test_images_and_labels_may_be_lists_and_tables():
+    tables = pandas.DataFrame([[1.5, 2.0], [3.0, 4.5]]), pandas.Series([0, 1], index=[7, 8])
+    for images, labels in (([[1.5, 2.0], [3.0, 4.5]], [0, 1]), tables):
+        data = cifar10.client_data(images, labels, {"a": [1]})
+        ((image, label),) = data.create_tf_dataset_for_client("a").as_numpy_iterator()
+        assert image.tolist() == [3.0, 4.5] and label == 1
 
 
 @pytest.mark.parametrize(

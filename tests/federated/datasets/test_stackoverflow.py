@@ -278,6 +278,7 @@ def test_clients_in_memory_are_read_once_and_have_the_same_examples(splits):
 
     class Counted:
         element_type_structure = data.element_type_structure
+        client_ids = data.client_ids
 
         def serializable_dataset_fn(self, client):  # traced once, run for each client
             tf.py_function(lambda c: asked.append(c.numpy().decode()), [client], [])
@@ -292,3 +293,8 @@ def test_clients_in_memory_are_read_once_and_have_the_same_examples(splits):
     assert asked == ["a", "b"]
     with pytest.raises(ValueError, match="`max_clients` must be"):
         in_memory(data, IN_ORDER, max_clients=0)
+    with pytest.raises(ValueError, match="Received: 'nobody', which is none of its"):
+        kept("nobody")
+    for other in (splits[0], read):
+        with pytest.raises(TypeError, match="`client_data` must be a .*ClientData` of batches"):
+            in_memory(other, IN_ORDER)
