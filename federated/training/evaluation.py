@@ -256,6 +256,12 @@ class Evaluation:
                 "as for training; every example counts with weight 1. Leave other parts out with "
                 f"`dataset.map`. Received: a batch of {received} for client {client!r}"
             )
+        if any(part.shape.rank == 0 for part in tf.nest.flatten((x, y)) if tf.is_tensor(part)):
+            raise TypeError(
+                "`client_data` must give batches of a held-out client. Batch its examples, as for "
+                f"training, with `dataset.batch(16)`. Received: a single example {batch!r:.200} of "
+                f"client {client!r}"
+            )
         return self._model.test_on_batch(x, y, reset_metrics=False, return_dict=True)
 
     def _named(self, found: Mapping[str, float]) -> dict[str, float]:

@@ -373,8 +373,9 @@ class Weights(rounds.Process):
         (Evaluation(model_fn, of_client, ["a"], every=9, best="acuracy"), "`best` must name"),
         (Evaluation(lambda: model_fn(3), of_client, ["a"], every=9), "`model_fn` must return"),
         (Evaluation(model_fn, lambda c: of_client(c).map(lambda x, y: x), ["a"]), "batches"),
+        (Evaluation(model_fn, lambda c: of_client(c).unbatch(), ["a"]), "a single example"),
     ],
-    ids=["best", "model", "batches"],
+    ids=["best", "model", "batches", "examples"],
 )
 def test_what_cannot_be_evaluated_is_refused_before_the_first_round(tmp_path, evaluation, message):
     def train(evaluation):
