@@ -28,8 +28,10 @@ _SHORT_NAMES = {"accuracy": "Accuracy", "acc": "Accuracy"} | {
 def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
     """Makes a `model_fn` that returns compiled Keras models return TFF's models.
 
-    A compiled model keeps its layers, its weights, its loss and its metrics. Its optimizer is not
-    used: clients and server have optimizers of TFF.
+    A compiled model keeps its layers, its loss and its metrics. Its optimizer is not used: clients
+    and server have optimizers of TFF. The processes of this package start from its weights. TFF's
+    own algorithms start from new ones: put `ModelWeights(*initial_weights)` into their first state
+    with `process.set_model_weights`.
 
     Args:
       model_fn: what was passed for it. A function is called once.
