@@ -303,7 +303,8 @@ def _check_spec(input_spec: Any) -> None:
         raise ValueError(
             "`input_spec` must have two parts, x and y. Make such batches, as with "
             "`client_data.preprocess(lambda dataset: dataset.map(lambda b: (b['pixels'], "
-            f"b['label'])))`. Received: input_spec={input_spec!r}"
+            "b['label'])))`. TFF's models take no sample weights: make each a part of y that the "
+            f"loss reads. Received: input_spec={input_spec!r}"
         )
 
 

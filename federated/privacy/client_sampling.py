@@ -167,7 +167,8 @@ def distinct_client_ids(client_ids: Sequence[str]) -> tuple[str, ...]:
     found = () if isinstance(client_ids, str) else tuple(client_ids)
     if isinstance(client_ids, str) or not all(isinstance(c, str) for c in found):
         raise TypeError(
-            "`client_ids` must be a list of strings; `client.decode()` makes one of bytes. "
+            "`client_ids` must be a list of strings; `client.decode()` makes one of bytes, and "
+            "`str(client)` of a number. "
             f"Received: client_ids={client_ids!r}"
         )
     if not found or len(set(found)) < len(found):

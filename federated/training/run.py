@@ -351,7 +351,8 @@ class Run:
             else:
                 continue
             raise TypeError(
-                "`client_data` must give a `tf.data.Dataset` of each client, of the type that the "
+                "`client_data` must give a `tf.data.Dataset` of each client, such as "
+                "`tf.data.Dataset.from_tensor_slices((x, y)).batch(16)`, of the type that the "
                 f"process was built for. Received: {received}, expected elements of {expected}. "
                 "The round was not begun and does not count."
             )

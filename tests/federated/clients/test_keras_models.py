@@ -240,6 +240,7 @@ class InSession(tf.keras.metrics.MeanAbsoluteError):
         ),
         (compiled(loss="mse"), None, TypeError, "Pass `input_spec=client_data.element_type_str"),
         (compiled(loss="mse"), SPEC[:1], ValueError, "`input_spec` must have two parts"),
+        (compiled(loss="mse"), (*SPEC, SPEC[1]), ValueError, "no sample weights: make each a part"),
         (compiled(loss="mse"), [*SPEC], TypeError, r"`element_spec` .* a tuple .*Received: .*\["),
         (compiled(loss="mse"), CLIENT_DATA, TypeError, "`client_data.element_type_structure` of a"),
         (compiled(loss="mse"), LABEL_AND_PIXELS, ValueError, "two parts, x and y. .*dataset.map"),
