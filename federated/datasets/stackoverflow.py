@@ -82,8 +82,15 @@ def bags_of_words(
       A function of a dataset of posts, for `ClientData.preprocess`; x is float32 [B, V].
 
     Raises:
+      TypeError: if `vocabulary` is something else, such as counts.
       ValueError: if `labels` is neither of these.
     """
+    if not isinstance(vocabulary, Vocabulary):
+        raise TypeError(
+            "`vocabulary` must be a `federated.datasets.Vocabulary`, such as "
+            "`counts.vocabulary(num_words=..., num_tags=...)`. Received: vocabulary of type "
+            f"{type(vocabulary).__name__}"
+        )
     checks.choice("labels", labels, LABELS)
     num_words, num_tags = len(vocabulary.words), len(vocabulary.tags)
 

@@ -235,13 +235,17 @@ def test_a_split_without_users_is_refused(tmp_path):
         stackoverflow.load_stackoverflow(str(tmp_path))
 
 
+COUNTS = UserCounts({"a": 1}, {"b": 1}, "", None)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
         (lambda: stackoverflow.bags_of_words(KNOWN, IN_ORDER, labels="all"), ValueError, "'all'"),
+        (lambda: stackoverflow.bags_of_words(COUNTS, IN_ORDER), TypeError, r"`counts.vocabulary\("),
         (lambda: Vocabulary((), ("a",)), ValueError, "`words`"),
         (lambda: Vocabulary(("a",), ("b", "b")), ValueError, "`tags`.*'b'"),
-        (lambda: UserCounts({"a": 1}, {"b": 1}, "", None).vocabulary(0), ValueError, "num_words=0"),
+        (lambda: COUNTS.vocabulary(0), ValueError, "num_words=0"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, text):
