@@ -15,7 +15,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.variables import native
-from tf_adaptive_dp.accounting import BandedNoise
+from tf_adaptive_dp.accounting import BandedNoise, earlier_releases
 from tf_adaptive_dp.accounting.ledger import Segment
 
 
@@ -298,6 +298,21 @@ def test_a_step_does_not_refer_to_the_optimizer_before_it(carried):
     assert noted and not {id(v) for v in noted} & {id(v) for v in of_old}
 
 
+def test_no_release_is_taken_for_that_of_two_ledgers_or_of_another_noise():
+    two = {1: [Segment(1.0, 8.0, 2), Segment(2.0, 8.0, 1)], 2: [Segment(1.0, 8.0, 2)]}
+
+    def missing(*counts):
+        segments = [Segment(1.0, 8.0, n) for n in counts]
+        return list(earlier_releases._not_held([*segments, Segment(2.0, 8.0, 1)], two))
+
+    assert [missing(4), missing(3), missing(1, 1), missing(1)] == [[], [2], [2], [1, 2]]
+    independent, banded = (
+        dp.DPSGD(1.0, 1.0, noise=noise).ledger for noise in (None, BandedNoise(2))
+    )
+    assert earlier_releases._are_alike(independent, independent)
+    assert not earlier_releases._are_alike(independent, banded)
+
+
 def test_events_beside_the_gradients_are_told():
     weights, old = variables(), optimizer()
     old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
@@ -310,9 +325,11 @@ def test_events_that_were_not_taken_over_with_the_releases_are_told():
     weights, old, new = variables(), optimizer(), optimizer()
     old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
     train(old, weights)
+    old.ledger.fewest_units = 50
     new.ledger.restore(old.ledger.segments, old.ledger.checks)
     with pytest.warns(UserWarning, match=r"other_events \+= \(GaussianDpEvent\(noise_mult.*3.0\),"):
         train(new, weights)
+    assert new.ledger.fewest_units == 50
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(type(new).from_config(old.get_config()), variables())

@@ -99,6 +99,9 @@ def test_accumulated_gradients_are_one_release(steps, announced, tmp_path):
     log.set_model(only_an_optimizer(model.optimizer, steps))
     log.on_train_batch_begin(0)
     assert log.num_releases == announced
+    budget = dp.PrivacyBudget(9.0, DELTA, N)
+    budget.set_model(log.model)
+    assert budget._releases_per_call(model.optimizer) == announced  # what it leaves room for
 
 
 @pytest.mark.slow
