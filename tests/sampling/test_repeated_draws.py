@@ -481,6 +481,16 @@ def test_dp_events_and_budgets_count_repetitions():
     left = functools.partial(sampling_epsilon.releases_left, SAMPLING, again)
     assert left(SIGMA, SIZE, N, full * 1.0001, DELTA) == 0
     assert left(SIGMA, SIZE, N, counted_epsilon(9, 8) * 1.0001, DELTA) == 5
+    # Where batches are drawn at random, no pass makes them new.
+    late = SimpleNamespace(**{**vars(again), "checks": [BatchChecks(12, 8, nearest=N)]})
+    left = functools.partial(sampling_epsilon.releases_left, "poisson", late)
+    assert left(SIGMA, SIZE, N, full * 1.0001, DELTA) == 0
+    known = list(zip(late.segments, late.checks))
+    counts = [
+        sampling_epsilon.num_repeated(sampling, known, N)
+        for sampling in ("poisson", SAMPLING, "shuffled")
+    ]
+    assert counts == [8, 8, 0]
 
 
 def test_a_trial_may_not_release_a_batch_twice():
