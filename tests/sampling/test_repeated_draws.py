@@ -481,6 +481,11 @@ def test_dp_events_and_budgets_count_repetitions():
     left = functools.partial(sampling_epsilon.releases_left, SAMPLING, again)
     assert left(SIGMA, SIZE, N, full * 1.0001, DELTA) == 0
     assert left(SIGMA, SIZE, N, counted_epsilon(9, 8) * 1.0001, DELTA) == 5
+    with pytest.raises(ValueError, match="released with batch size"):
+        left(SIGMA, SIZE + 1, N, full, DELTA)
+    paid = {**vars(again), "other_events": (dp_accounting.GaussianDpEvent(2.0),)}
+    left = functools.partial(sampling_epsilon.releases_left, SAMPLING, SimpleNamespace(**paid))
+    assert left(SIGMA, SIZE, N, counted_epsilon(9, 8) * 1.0001, DELTA) == 0
     # Where batches are drawn at random, no pass makes them new.
     late = SimpleNamespace(**{**vars(again), "checks": [BatchChecks(12, 8, nearest=N)]})
     left = functools.partial(sampling_epsilon.releases_left, "poisson", late)
