@@ -227,7 +227,6 @@ class PrivacyPlan:
         self.other_events = checked_events(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
         self.normalize_targets = checks.boolean("normalize_targets", normalize_targets)
-        self.noise_of_normalization = 0.0
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
             self._pay_for_normalization(self.epsilon)
@@ -299,7 +298,6 @@ class PrivacyPlan:
                 f"epsilon={epsilon!r}, delta={self.delta!r}"
             ) from None
         noise = min(usual, max(least, self._num_units / _EXAMPLES_PER_NOISE))
-        self.noise_of_normalization = noise
         self.other_events += (dp_accounting.GaussianDpEvent(noise),) * self._num_normalizations
 
     @property
@@ -419,7 +417,7 @@ class PrivacyPlan:
             an array of `num_examples` examples, or an earlier call had another `axis` or inputs of
             another shape.
         """
-        return self._training.normalization("normalize_inputs", x, axis)
+        return self._training.normalization(x, axis, invert=False)
 
     def denormalization(self, y: Any, axis: int | None = -1) -> PrivateNormalization:
         """The layer that turns outputs into the units of the targets, for the end of the model.
@@ -437,7 +435,7 @@ class PrivacyPlan:
             not an array of `num_examples` examples, or an earlier call had another `axis` or
             targets of another shape.
         """
-        return self._training.normalization("normalize_targets", y, axis)
+        return self._training.normalization(y, axis, invert=True)
 
     def batches(
         self,

@@ -40,6 +40,7 @@ from tf_adaptive_dp.normalization import (
     first_unpaid,
     normalizations_in,
     some_of,
+    words_of,
 )
 from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
 from tf_adaptive_dp.sampling.datasets import as_dataset
@@ -85,7 +86,6 @@ class PrivacyPlanLike(Protocol):
     other_events: tuple[dp_accounting.DpEvent, ...]
     normalize_inputs: bool
     normalize_targets: bool
-    noise_of_normalization: float
 
     @property
     def expected_batch_size(self) -> float:
@@ -121,10 +121,11 @@ class PlannedTraining:
         self._history: RunHistory | None = None
         self._rows: list[dict[str, Any]] = []  # of the model that came with a copied plan
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
+        # By whether the layer inverts. All have the same noise.
         self._normalizations = {
-            argument: PlannedNormalization(plan.noise_of_normalization, users, invert)
-            for argument, invert in (("normalize_inputs", False), ("normalize_targets", True))
-            if getattr(plan, argument)
+            invert: PlannedNormalization(plan.other_events[-1].noise_multiplier, users, invert)
+            for invert, paid in ((False, plan.normalize_inputs), (True, plan.normalize_targets))
+            if paid
         }
         self._made: weakref.WeakSet = weakref.WeakSet()  # optimizers that the plan made
         self._warned_of_second_model = False
@@ -208,21 +209,15 @@ class PlannedTraining:
         """The rows of the last model's `RunHistory`, which are NOT private."""
         return self._rows if self._history is None else self._history.rows
 
-    def normalization(self, argument: str, values: Any, axis: int | None) -> PrivateNormalization:
-        """See `PrivacyPlan.normalization` and `PrivacyPlan.denormalization`.
-
-        Args:
-          argument: the plan's argument that pays for it.
-          values: the inputs, or the targets.
-          axis: see `PrivateNormalization`.
-        """
-        if argument not in self._normalizations:
-            data = argument.partition("_")[2]
+    def normalization(self, values: Any, axis: int | None, invert: bool) -> PrivateNormalization:
+        """See `PrivacyPlan.normalization`, and with `invert` `PrivacyPlan.denormalization`."""
+        if invert not in self._normalizations:
+            words = words_of(invert)
             raise ValueError(
-                f"This plan has no budget for normalizing {data}. Make the plan with "
-                f"`{argument}=True`. Received: {argument}=False"
+                f"This plan has no budget for normalizing {words.data}. Make the plan with "
+                f"`{words.argument}=True`. Received: {words.argument}=False"
             )
-        planned = self._normalizations[argument]
+        planned = self._normalizations[invert]
         return planned.layer_for(values, axis, self._check_num_examples)
 
     def source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
@@ -341,12 +336,11 @@ class PlannedTraining:
         for layer, before in zip(layers, kept):
             changed = not all(map(np.array_equal, layer.get_weights(), before))
             if changed and not any(layer is x for x in inside):
-                call = "plan.denormalization(y)" if layer.invert else "plan.normalization(x)"
                 raise ValueError(
                     "The run in `directory` began with other statistics, and the model does not "
-                    f"have the layer `{call}`, so `fit` cannot restore them: the "
-                    "rest of the training would see data that were normalized with a second "
-                    "release. Put the layer into the model. Received: a model without it"
+                    f"have the layer `{words_of(layer.invert).call}`, so `fit` cannot restore "
+                    "them: the rest of the training would see data that were normalized with a "
+                    "second release. Put the layer into the model. Received: a model without it"
                 )
             layer.resume_with(before)
 

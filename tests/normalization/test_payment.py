@@ -244,7 +244,7 @@ def test_targets_that_nobody_pays_for_are_refused():
     with pytest.warns(UserWarning, match="whose targets had other values"):
         plan.denormalization(2 * y)
     # A layer for the inputs is none for the targets.
-    wrong = of_prices(plan, y, adapted(y[:, None], plan.noise_of_normalization))
+    wrong = of_prices(plan, y, adapted(y[:, None], plan.other_events[0].noise_multiplier))
     with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
         plan.fit(wrong, x, y, verbose=0)
 

@@ -10,6 +10,7 @@ from tf_adaptive_dp.normalization.payment import refuse_unpaid_in as refuse_unpa
 from tf_adaptive_dp.normalization.payment import unpaid_in as unpaid_in
 from tf_adaptive_dp.normalization.planned import PlannedNormalization as PlannedNormalization
 from tf_adaptive_dp.normalization.planned import some_of as some_of
+from tf_adaptive_dp.normalization.planned import words_of as words_of
 
 # The other names are for optimizers, plans, callbacks and validation.
 __all__ = ["PrivateNormalization"]

@@ -18,7 +18,7 @@ _FEW = 32  # examples that tell their units
 _SALT = secrets.token_bytes(16)  # of digests, which must show nothing of the examples
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """How a plan and its errors speak of what is normalized.
 
     Attributes:
@@ -36,8 +36,13 @@ class _Words(NamedTuple):
     place: str
 
 
-_INPUTS = _Words("normalize_inputs", "plan.normalization(x)", "inputs", "x", "first")
-_TARGETS = _Words("normalize_targets", "plan.denormalization(y)", "targets", "y", "last")
+_INPUTS = Words("normalize_inputs", "plan.normalization(x)", "inputs", "x", "first")
+_TARGETS = Words("normalize_targets", "plan.denormalization(y)", "targets", "y", "last")
+
+
+def words_of(invert: bool) -> Words:
+    """How to speak of inputs, or of targets, for which a layer inverts."""
+    return _TARGETS if invert else _INPUTS
 
 
 class PlannedNormalization:
@@ -57,7 +62,7 @@ class PlannedNormalization:
     """
 
     def __init__(self, noise_multiplier: float, users: UserRecords | None, invert: bool):
-        self.words = _TARGETS if invert else _INPUTS
+        self.words = words_of(invert)
         self.layer: PrivateNormalization | None = None
         self._noise_multiplier, self._users, self._invert = noise_multiplier, users, invert
         self._is_adapted = False

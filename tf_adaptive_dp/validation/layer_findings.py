@@ -17,6 +17,7 @@ from tf_adaptive_dp.normalization import (
     normalizations_in,
     of_other_unit,
     unpaid_in,
+    words_of,
 )
 from tf_adaptive_dp.validation.findings import Finding
 
@@ -231,12 +232,10 @@ def _adapted_layers(model: tf.keras.Model) -> Iterator[tuple[str, tf.keras.layer
 
 def _instead_of_adapting(layer: tf.keras.layers.Layer) -> str:
     if isinstance(layer, _LAYERS.Normalization):
-        call, argument = "plan.normalization(x)", "normalize_inputs"
-        if layer.invert:
-            call, argument = "plan.denormalization(y)", "normalize_targets"
+        words = words_of(layer.invert)
         return (
-            f"use `{call}` of a `PrivacyPlan` with `{argument}=True`, or pass known `mean` and "
-            "`variance`"
+            f"use `{words.call}` of a `PrivacyPlan` with `{words.argument}=True`, or pass known "
+            "`mean` and `variance`"
         )
     if isinstance(layer, _LAYERS.Discretization):
         return "pass known `bin_boundaries`"
