@@ -29,7 +29,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
@@ -152,8 +151,7 @@ def plot(
     figure, axis = plt.subplots(figsize=(7, 4))
     names = [part.common["part"] for part in made]
     for method, title in titles.items():
-        runs = [part.finals(trials).get(method, []) for part in made]
-        means = [np.mean([grids.final(t, "accuracy") for t in r]) if r else np.nan for r in runs]
+        means = [grids.mean(part.finals(trials).get(method, []), "accuracy") for part in made]
         axis.plot(names, means, "o" if "normalized" in method else "x", label=title)
     axis.set(ylabel="test accuracy")
     axis.tick_params(axis="x", rotation=20)

@@ -86,7 +86,7 @@ class Part:
             wanted = [self.settings(method, best, seed) for seed in self.seeds_of(method)]
             found[method] = [t for t in trials if t.settings in wanted]
         means = {
-            method: self._signed([np.mean([final(t, self.metric) for t in runs])])[0]
+            method: self._signed([mean(runs, self.metric)])[0]
             for method, runs in found.items()
             if runs
         }
@@ -104,6 +104,11 @@ def plan(parts: Sequence[Part], trials: Sequence[Trial]) -> list[Settings]:
 def final(trial: Trial, metric: str) -> float:
     """A figure at the end of the run."""
     return float(trial.result[metric][-1])
+
+
+def mean(runs: Sequence[Trial], metric: str) -> float:
+    """The mean of a figure at the end of some runs; NaN without any."""
+    return float(np.mean([final(run, metric) for run in runs])) if runs else float("nan")
 
 
 def cell(runs: Sequence[Trial], metric: str, rate: float | None) -> str:

@@ -191,7 +191,7 @@ def plot(
             runs = [part.finals(trials).get(method, []) for part in shown]
             if not any(runs):
                 continue
-            means = [np.mean([grids.final(t, metric) for t in r]) if r else np.nan for r in runs]
+            means = [grids.mean(of, metric) for of in runs]
             axis.plot(names, np.maximum(means, 0.0), "o-", label=title)
         axis.set(ylabel={"r2": "R² on held-out data", "accuracy": "test accuracy"}[metric])
         axis.tick_params(axis="x", rotation=30)

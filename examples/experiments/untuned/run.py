@@ -403,10 +403,8 @@ def advantage(
     finals = part.finals(trials)
     if any(not finals.get(m) for m in (method, *TUNED)):
         return None
-    means = {
-        m: np.mean([grids.final(run, "accuracy") for run in runs]) for m, runs in finals.items()
-    }
-    return float(means[method] - max(means[m] for m in TUNED))
+    means = {m: grids.mean(runs, "accuracy") for m, runs in finals.items()}
+    return means[method] - max(means[m] for m in TUNED)
 
 
 def plot(
