@@ -171,6 +171,16 @@ def test_adaptive_clipping_counts_the_examples_of_all_replicas():
     assert copies[0] == copies[1] != 0.1
 
 
+@pytest.mark.slow
+def test_a_measured_clip_norm_counts_the_examples_of_all_replicas():
+    kwargs = {"noise_multiplier": 0.0, "l2_norm_clip": "measured"}
+    on_two = trained("ADADP", catalogue.mirrored(), **kwargs)
+    on_one = trained("ADADP", tf.distribute.get_strategy(), **kwargs)
+    assert_same_weights(on_two, on_one)
+    copies = [v.numpy() for v in on_two.optimizer._mechanism._l2_norm_clip.values]
+    assert copies[0] == copies[1] == pytest.approx(on_one.optimizer.l2_norm_clip, rel=1e-5)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "num_examples, batch_size, num_steps",
@@ -481,6 +491,19 @@ def test_gradients_and_count_of_adaptive_clipping_have_their_noise_once(monkeypa
     np.testing.assert_allclose(moved, -(2**0.5) * gradient_noise * 2.0 / 8, rtol=1e-5)
     count = -np.log(optimizer.l2_norm_clip / 2.0) / 0.1 * 8
     assert count == pytest.approx(2**0.5 * 1.7, rel=1e-4)
+    assert optimizer.ledger.segments == [(1.5, 8.0, 1)]
+
+
+def test_the_histogram_of_a_measured_clip_norm_has_its_noise_once(monkeypatch):
+    monkeypatch.setattr(
+        GaussianNoise,
+        "add_to",
+        lambda self, sums, stddev, clip: [s + tf.cast(stddev, s.dtype) for s in sums],
+    )
+    (moved,), optimizer = steps_of_noise(1, l2_norm_clip="measured")
+    for counts in optimizer._mechanism.histograms._counts.values:
+        np.testing.assert_allclose(counts, 2**0.5 * 1.5, rtol=1e-5)
+    assert not moved.any()
     assert optimizer.ledger.segments == [(1.5, 8.0, 1)]
 
 

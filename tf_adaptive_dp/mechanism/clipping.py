@@ -19,6 +19,8 @@ from tf_adaptive_dp._keras.generation import keras
 
 # The range of C. It is far wider than any use, and float32 holds the squares of such norms.
 SMALLEST, LARGEST = 1e-12, 1e12
+# In place of a number: C is found in the first batches.
+MEASURED = "measured"
 
 
 def clip_weights(
@@ -303,6 +305,23 @@ class AdaptiveClipping(Clipping):
         share = 0.5 + tf.cast(noisy_count, tf.float64) / tf.cast(batch_size, tf.float64)
         factor = tf.exp(-self.learning_rate * (share - self.target_quantile))
         return tf.clip_by_value(tf.cast(l2_norm_clip, tf.float64) * factor, SMALLEST, LARGEST)
+
+
+def is_measured(l2_norm_clip: Any) -> bool:
+    """Whether a clip norm is to be found in the first batches; anything else must be a number.
+
+    Args:
+      l2_norm_clip: what the caller passed.
+
+    Raises:
+      TypeError: if it is another string than `"measured"`.
+    """
+    if isinstance(l2_norm_clip, str) and l2_norm_clip != MEASURED:
+        raise TypeError(
+            f"`l2_norm_clip` must be a number or {MEASURED!r}. Received: "
+            f"l2_norm_clip={l2_norm_clip!r}"
+        )
+    return isinstance(l2_norm_clip, str)
 
 
 def get_clipping(value: Any) -> Clipping:

@@ -24,10 +24,12 @@ from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.accumulation import Accumulator
 from tf_adaptive_dp.mechanism.batch_sizes import BatchSizes, assert_true, hyperparameter
 from tf_adaptive_dp.mechanism.clipping import (
+    LARGEST,
     SMALLEST,
     AdaptiveClipping,
     Clipping,
     get_clipping,
+    is_measured,
     total_norms,
 )
 from tf_adaptive_dp.mechanism.correlated_noise import NO_KEY, CorrelatedNoise
@@ -38,6 +40,10 @@ from tf_adaptive_dp.mechanism.padding import Order
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
+
+# A measured C in units of the upper quartile of the norms: most gradients are clipped, which suits
+# private training, at the start and after most of them have shrunk.
+_CLIP_PER_NORM = 0.1
 
 _OUT_OF_ORDER = (
     "The batch was drawn for another step, or with another number of groups than the noise has "
@@ -98,6 +104,8 @@ class GaussianMechanism:
       assertions; there such a release counts as one without noise.
     - With `histograms` every release has two parts, of which one is zero before the noise: the
       histograms until they are complete, and the gradients from then on.
+    - A `"measured"` C is 1 until a histogram of the norms of gradients is complete, and from then
+      on a tenth of their upper quartile. It comes from released counts, so it may be published.
 
     Attributes:
       clipping: the `Clipping`.
@@ -110,14 +118,15 @@ class GaussianMechanism:
       generator: draws the noise: a `GaussianNoise`, a `SecureNoise` with `secure_noise=True`, or
         the `CorrelatedNoise` of a strategy.
       sizes: the `BatchSizes`, with the public divisor.
-      histograms: the `Histograms` of the first batches, which an optimizer may set before its first
-        step; or `None`.
+      histograms: the `Histograms` of the first batches, those of a measured C or what an optimizer
+        set before its first step; or `None`.
+      measures_clip: whether C is measured.
     """
 
     def __init__(
         self,
         *,
-        l2_norm_clip: float,
+        l2_norm_clip: float | str,
         noise_multiplier: float,
         num_microbatches: int | None,
         expected_batch_size: float | None,
@@ -139,13 +148,16 @@ class GaussianMechanism:
         """
         self.clipping = get_clipping(clipping)
         self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
-        if self._is_adaptive:  # C is state, like the weights; so is the C of the last release
+        self.measures_clip = is_measured(l2_norm_clip)
+        if self._is_adaptive or self.measures_clip:  # C is state, like the weights
             self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
-            self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
         else:
             self._l2_norm_clip = hyperparameter(1.0)
+        if self._is_adaptive:  # and so is the C of the last release
+            self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
+        self.histograms = Histograms(None, add_variable) if self.measures_clip else None
         self._noise_multiplier = hyperparameter(0.0)
-        self.l2_norm_clip = l2_norm_clip
+        self.l2_norm_clip = 1.0 if isinstance(l2_norm_clip, str) else l2_norm_clip
         self.noise_multiplier = noise_multiplier
         if num_microbatches is not None:
             num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
@@ -172,7 +184,6 @@ class GaussianMechanism:
         if not strategy.is_independent:
             self._refuse_beside_correlated_noise(strategy)
         self.statistics = GradientStatistics()
-        self.histograms: Histograms | None = None
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self.sizes = BatchSizes(
@@ -211,6 +222,7 @@ class GaussianMechanism:
     def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
         """Raises ValueError for settings whose releases have parts without correlated noise."""
         given = {
+            "l2_norm_clip": self.measures_clip,
             "num_microbatches": self.num_microbatches is not None,
             "clipping": self._is_adaptive,
             "examples_per_user": self.examples_per_user is not None,
@@ -218,9 +230,9 @@ class GaussianMechanism:
         for name, wrong in given.items():
             if wrong:
                 raise ValueError(
-                    "No epsilon is proven for correlated noise with microbatches, adaptive "
-                    f"clipping or users. Leave `{name}` out, or the noise independent. Received: "
-                    f"{name}, noise={strategy!r}"
+                    "No epsilon is proven for correlated noise with microbatches, adaptive or "
+                    f"measured clip norms, or users. Leave `{name}` out, or the noise independent. "
+                    f"Received: {name}, noise={strategy!r}"
                 )
 
     @property
@@ -233,14 +245,17 @@ class GaussianMechanism:
         self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
 
     def moving_unit(self) -> tf.Tensor | None:
-        """The C of the last release if C follows the gradients, scalar; otherwise `None`.
+        """The C of the last gradients if C follows or was measured, scalar; otherwise `None`.
 
         It was computed from noisy counts of earlier releases, so steps may depend on it.
         """
-        if not self._is_adaptive:
+        if not (self._is_adaptive or self.measures_clip):
             return None
+        clip = self._l2_norm_clip.read_value()
+        if not self._is_adaptive:
+            return clip
         released = self._released_clip.read_value()
-        return tf.where(released > 0, released, self._l2_norm_clip.read_value())
+        return tf.where(released > 0, released, clip)
 
     @property
     def noise_multiplier(self) -> float:
@@ -581,11 +596,25 @@ class GaussianMechanism:
     def _add_to(
         self, histograms: Histograms, released: tf.Tensor, clip: tf.Tensor, record: _Recorded
     ) -> None:
-        """Keeps what was released for the histograms."""
+        """Keeps what was released for the histograms, and sets a measured C with the last of it."""
         mark_released(released)
         total = replicas.total(released)
+        sigma = self._gradient_noise(record.sigma, record.expected)
+
+        def add() -> list[tf.Tensor]:
+            written = histograms.add(total, clip, sigma, record.groups)
+            if not self.measures_clip:
+                return written
+            with tf.control_dependencies(written):
+                known = histograms.released() & ~histograms.are_open()
+                to = tf.clip_by_value(
+                    _CLIP_PER_NORM * histograms.sizes().norms[0], SMALLEST, LARGEST
+                )
+                clip_now = tf.where(known, to, self._l2_norm_clip.read_value())
+                return [*written, tf.convert_to_tensor(self._l2_norm_clip.assign(clip_now))]
+
         with tf.control_dependencies([total]):
-            self._turns.take(lambda: histograms.add(total, clip, record.sigma, record.expected))
+            self._turns.take(add)
 
     def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
         """The noise of the gradients in units of C: σ, or σ_Δ with `AdaptiveClipping`; float64."""
@@ -608,10 +637,22 @@ class GaussianMechanism:
             return complete
         return complete & ~self.histograms.released()
 
+    def measures(self) -> tf.Tensor:
+        """Whether this step's batch measures, and must change no weights; a bool scalar."""
+        if self.histograms is None:
+            return tf.constant(False)
+        return self.histograms.released() | self.histograms.are_open()
+
     def relative_noise(self) -> tf.Tensor:
         """The noise in a released mean in units of C, σ/L; float64."""
         sigma, expected = self.sigma(), self.sizes.divisor()
         return self._gradient_noise(sigma, expected) / (expected / self.sizes.per_group())
+
+    def has_only_measured(self) -> bool:
+        """Whether no gradients were released so far, but histograms; or nothing at all."""
+        if self.histograms is None:
+            return False
+        return bool(self.measures() & self.histograms.are_the_first())
 
     def batches_to_measure(self) -> tf.Tensor:
         """W, the number of batches that `histograms` take; float64.
@@ -622,7 +663,7 @@ class GaussianMechanism:
         if self.histograms is None:
             raise RuntimeError("This mechanism has no histograms.")
         sigma, expected = self.sigma(), self.sizes.divisor()
-        return self.histograms.batches_needed(sigma, expected)
+        return self.histograms.batches_needed(sigma, expected / self.sizes.per_group())
 
     def noise_stddev(self) -> tf.Tensor:
         """The standard deviation of the noise in the last released mean, σC/L; float32."""

@@ -8,8 +8,9 @@ from typing import Callable, NamedTuple
 
 import tensorflow as tf
 
-# Quarter octaves, of norms around 1 and of 1 + |loss| / 2^-20 on each side of 0.
-_BINS, _PER_OCTAVE = 320, 4
+# Octaves of norms around 1, and of 1 + |loss| / 2^-20 on each side of 0. Bins are a quarter of one,
+# or a whole one for the norms of whole gradients, of which less need be known.
+_OCTAVES, _PER_OCTAVE, _PER_OCTAVE_OF_TOTAL = 80, 4, 1
 _SMALLEST_LOSS = 2.0**-20
 # What rounding may add to the norm of the vector that counts an example.
 _ROUNDING = 1 - 1e-6
@@ -17,20 +18,23 @@ _ROUNDING = 1 - 1e-6
 # their noise. More is asked of norms that are four octaves above those of the fullest window: there
 # are some hundred such windows for each variable, and noise in one of them that is taken for
 # examples would make the variable's scale useless.
-_WINDOW, _NEAR = 2 * _PER_OCTAVE, 4 * _PER_OCTAVE
+_WINDOW, _NEAR = 2, 4
 _SIGNIFICANT, _SIGNIFICANT_FAR_ABOVE = 4.5, 6.0
 # Norms ten octaves below the largest belong to examples that the model has fitted by chance.
-_RANGE = 10 * _PER_OCTAVE
+_RANGE = 10
+# The batches that a measurement takes without noise: of each variable, or of all together. The
+# latter comes in twos, so that the pairs of minibatches of `ADADP` begin at even iterations.
+_FEWEST, _FEWEST_OF_TOTAL = 5, 2
 
 
 class Sizes(NamedTuple):
     """What is read from histograms; all float64, zeros until the histograms are complete.
 
     Attributes:
-      norms: [K], for each variable the upper quartile of its gradients' norms; 0 if no gradient
-        stands out from the noise.
-      loss: the median of the losses.
-      spread: the distance between the quartiles of the losses.
+      norms: [K], for each variable the upper quartile of its gradients' norms, or [1], that of
+        whole gradients; 0 if no gradient stands out from the noise.
+      loss: the median of the losses; 0 if they are not counted.
+      spread: the distance between the quartiles of the losses; 0 if they are not counted.
     """
 
     norms: tf.Tensor
@@ -42,8 +46,9 @@ class Histograms:
     """Counts the examples of the first batches by the norms of their gradients and by their loss.
 
     Each of these batches gives one release. With K variables, an example counts in K histograms by
-    the norm of its gradient for each of them, and in one by its loss. It counts as C/√(K+1) in
-    each, and the sum over all examples is released in place of the sum of clipped gradients.
+    the norm of its gradient for each of them, and in one by its loss; or in one alone, by the norm
+    of its whole gradient. In each of R histograms it counts as C/√R, and the sum over all examples
+    is released in place of the sum of clipped gradients.
 
     Guarantee: adding or removing one example changes that sum by at most C in L2 norm, as it
     changes the sum of clipped gradients. An example whose gradient is zero or whose gradient or
@@ -52,32 +57,36 @@ class Histograms:
 
     The histograms are complete after
 
-        W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋
+        W = 5 + ⌊(50·σ/L)²·R/2⌋
 
-    batches, or later if no gradient stands out from the noise by then. In counts, the noise of a
-    bin has the standard deviation σ·√(W·(K+1)). They can be opened again, to measure norms anew.
+    batches, or later if no gradient stands out from the noise by then. A single histogram has wider
+    bins, so that W is 2 + ⌊(25·σ/L)²/2⌋, or one more to be even. In counts, the noise of a bin has
+    the standard deviation σ·√(W·R). They can be opened again, to measure norms anew.
     """
 
-    def __init__(self, num_variables: int, add_variable: Callable[..., tf.Variable]):
+    def __init__(self, num_variables: int | None, add_variable: Callable[..., tf.Variable]):
         """Creates empty histograms.
 
         Args:
-          num_variables: K.
+          num_variables: K; or `None` for a single histogram, of whole gradients.
           add_variable: makes a variable that is saved with the optimizer.
         """
-        self._num_rows = num_variables + 1
-        shape = [self._num_rows, _BINS]
+        self._of_total = num_variables is None
+        self._num_norms = 1 if num_variables is None else num_variables
+        self._num_rows = self._num_norms + (0 if self._of_total else 1)
+        self._per_octave = _PER_OCTAVE_OF_TOTAL if self._of_total else _PER_OCTAVE
+        shape = [self._num_rows, _OCTAVES * self._per_octave]
         self._counts = add_variable(shape, dtype=tf.float64, name="histograms")
         self._batches = add_variable([], dtype=tf.int64, name="histogram_batches")
-        self._sizes = add_variable([num_variables + 2], dtype=tf.float64, name="sizes")
-        self._earlier = add_variable([num_variables + 2], dtype=tf.float64, name="earlier_sizes")
-        self._bounds = add_variable([2, num_variables], dtype=tf.float64, name="bounds_of_norms")
+        self._sizes = add_variable([self._num_norms + 2], dtype=tf.float64, name="sizes")
+        self._earlier = add_variable([self._num_norms + 2], dtype=tf.float64, name="earlier_sizes")
+        self._bounds = add_variable([2, self._num_norms], dtype=tf.float64, name="bounds_of_norms")
         self._complete = add_variable([], dtype=tf.bool, name="histograms_complete")
         self._released = add_variable([], dtype=tf.bool, name="histograms_released")
 
     def sizes(self) -> Sizes:
         """What is read from the histograms."""
-        norms, loss, spread = tf.split(self._sizes.read_value(), [self._num_rows - 1, 1, 1])
+        norms, loss, spread = tf.split(self._sizes.read_value(), [self._num_norms, 1, 1])
         return Sizes(norms, loss[0], spread[0])
 
     def are_open(self) -> tf.Tensor:
@@ -88,6 +97,10 @@ class Histograms:
         """Whether the last release belonged to the histograms; a bool scalar."""
         return self._released.read_value()
 
+    def are_the_first(self) -> tf.Tensor:
+        """Whether they were never opened again; a bool scalar."""
+        return ~tf.reduce_any(self._earlier.read_value()[:-2] > 0)
+
     def batches_needed(self, sigma: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
         """W, float64.
 
@@ -95,7 +108,12 @@ class Histograms:
           sigma: σ, float64.
           batch_size: L, float64.
         """
-        return 5 + tf.floor(tf.square(50 * sigma / batch_size) * (self._num_rows / 2))
+        # Noise adds up over the bins of a window.
+        wide = 25 * math.sqrt(self._per_octave)
+        of_noise = tf.floor(tf.square(wide * sigma / batch_size) * (self._num_rows / 2))
+        if not self._of_total:
+            return _FEWEST + of_noise
+        return _FEWEST_OF_TOTAL + 2 * tf.math.ceil(of_noise / 2)
 
     def open_again(self, when: tf.Tensor, ratios: tf.Tensor) -> None:
         """Empties the histograms, so that the next W batches measure the norms anew.
@@ -140,21 +158,26 @@ class Histograms:
           clip: scalar, C.
 
         Returns:
-          [K+1, 320], float32.
+          [R, bins], float32.
         """
         losses = tf.cast(losses, tf.float32)
-        parts = [(place, n) for place, n in zip(places, squared_norms) if n is not None]
-        total = tf.add_n([n for _, n in parts])
+        total = tf.add_n([n for n in squared_norms if n is not None])
         there = (total > 0) & tf.math.is_finite(total) & tf.math.is_finite(losses) & counts
         entry = tf.cast(clip, tf.float32) * (_ROUNDING / math.sqrt(self._num_rows))
-        bins = [place * _BINS + _norm_bins(n) for place, n in parts]
-        bins.append((self._num_rows - 1) * _BINS + _loss_bins(losses))
-        present = [there & (n > 0) for _, n in parts] + [there]
+        num_bins = _OCTAVES * self._per_octave
+        if self._of_total:
+            bins, present = [_as_bins(_octaves_of_norms(total), self._per_octave)], [there]
+        else:
+            parts = [(place, n) for place, n in zip(places, squared_norms) if n is not None]
+            octaves = [*(_octaves_of_norms(n) for _, n in parts), _octaves_of_losses(losses)]
+            rows = [*(place for place, _ in parts), self._num_rows - 1]
+            bins = [r * num_bins + _as_bins(o, self._per_octave) for r, o in zip(rows, octaves)]
+            present = [there & (n > 0) for _, n in parts] + [there]
         entries = tf.where(tf.concat(present, axis=0), entry, 0.0)
         flat = tf.math.unsorted_segment_sum(
-            entries, tf.concat(bins, axis=0), self._num_rows * _BINS
+            entries, tf.concat(bins, axis=0), self._num_rows * num_bins
         )
-        return tf.reshape(flat, [self._num_rows, _BINS])
+        return tf.reshape(flat, [self._num_rows, num_bins])
 
     def add(
         self, released: tf.Tensor, clip: tf.Tensor, sigma: tf.Tensor, batch_size: tf.Tensor
@@ -178,11 +201,14 @@ class Histograms:
         counts, batches = tf.convert_to_tensor(counts), tf.convert_to_tensor(batches)
         needed = self.batches_needed(sigma, batch_size)
         enough = open_now & (tf.cast(batches, tf.float64) >= needed)
+        if self._of_total:
+            enough &= tf.equal(batches % 2, 0)
         earlier, bounds = self._earlier.read_value(), self._bounds.read_value()
 
         def read() -> tf.Tensor:
             noise = sigma * tf.sqrt(tf.cast(batches, tf.float64) * self._num_rows)
-            return _bounded(_read(counts, noise), earlier, bounds)
+            read = _read(counts, noise, self._num_norms, self._per_octave)
+            return _bounded(read, earlier, bounds)
 
         sizes = tf.cond(enough, read, self._sizes.read_value)
         complete = ~open_now | (enough & tf.reduce_any(sizes[:-2] > 0))
@@ -210,81 +236,89 @@ def _bounded(sizes: tf.Tensor, earlier: tf.Tensor, bounds: tf.Tensor) -> tf.Tens
     return tf.concat([norms, losses], axis=0)
 
 
-def _norm_bins(squared_norms: tf.Tensor) -> tf.Tensor:
+def _octaves_of_norms(squared_norms: tf.Tensor) -> tf.Tensor:
     usable = (squared_norms > 0) & tf.math.is_finite(squared_norms)
-    octaves = _log2(tf.where(usable, squared_norms, 1.0)) / 2
-    return _as_bins(octaves)
+    return _log2(tf.where(usable, squared_norms, 1.0)) / 2
 
 
-def _loss_bins(losses: tf.Tensor) -> tf.Tensor:
+def _octaves_of_losses(losses: tf.Tensor) -> tf.Tensor:
     losses = tf.where(tf.math.is_finite(losses), losses, 0.0)
-    return _as_bins(tf.sign(losses) * _log2(1 + tf.abs(losses) / _SMALLEST_LOSS))
+    return tf.sign(losses) * _log2(1 + tf.abs(losses) / _SMALLEST_LOSS)
 
 
 def _log2(x: tf.Tensor) -> tf.Tensor:
     return tf.math.log(x) / math.log(2.0)
 
 
-def _as_bins(octaves: tf.Tensor) -> tf.Tensor:
-    position = tf.floor(octaves * _PER_OCTAVE + _BINS // 2)
-    return tf.cast(tf.clip_by_value(position, 0, _BINS - 1), tf.int32)
+def _as_bins(octaves: tf.Tensor, per_octave: int) -> tf.Tensor:
+    position = tf.floor((octaves + _OCTAVES // 2) * per_octave)
+    return tf.cast(tf.clip_by_value(position, 0, _OCTAVES * per_octave - 1), tf.int32)
 
 
-def _read(counts: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
+def _read(counts: tf.Tensor, noise: tf.Tensor, num_norms: int, per_octave: int) -> tf.Tensor:
     """The entries of `Sizes`, one after the other.
 
     Args:
-      counts: [K+1, 320], float64, noisy.
+      counts: [R, bins], float64, noisy.
       noise: the standard deviation of that noise.
+      num_norms: how many of the histograms are of norms; if there is another one, it is of losses.
+      per_octave: how many bins there are in an octave.
     """
     # Noise in hundreds of empty bins would add up to more than a quarter of the examples.
-    is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < tf.shape(counts)[0] - 1
-    full = _full_windows(counts, noise * math.sqrt(_WINDOW), is_norm)
-    around = [[0, 0], [_WINDOW - 1, _WINDOW - 1]]
-    kept = _sums_of_windows(tf.pad(tf.cast(full, tf.float64), around)) > 0
-    last = _BINS - 1 - tf.argmax(tf.reverse(kept, [1]), axis=1, output_type=tf.int32)
-    near = tf.range(_BINS) > last[:, tf.newaxis] - _RANGE
+    is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < num_norms
+    window, num_bins = _WINDOW * per_octave, _OCTAVES * per_octave
+    full = _full_windows(counts, noise * math.sqrt(window), is_norm, per_octave)
+    around = [[0, 0], [window - 1, window - 1]]
+    kept = _sums_of_windows(tf.pad(tf.cast(full, tf.float64), around), window) > 0
+    last = num_bins - 1 - tf.argmax(tf.reverse(kept, [1]), axis=1, output_type=tf.int32)
+    near = tf.range(num_bins) > last[:, tf.newaxis] - _RANGE * per_octave
     counts = tf.where(kept & (near | ~is_norm), counts, tf.zeros_like(counts))
-    norms = _power_of_2(_quantile(counts[:-1], 0.75))
-    norms = tf.where(tf.reduce_any(full[:-1], axis=1), norms, tf.zeros_like(norms))
-    low, median, high = (_loss_at(_quantile(counts[-1:], q)) for q in (0.25, 0.5, 0.75))
+    norms = _power_of_2(_quantile(counts[:num_norms], 0.75, per_octave))
+    norms = tf.where(tf.reduce_any(full[:num_norms], axis=1), norms, tf.zeros_like(norms))
+    if counts.shape[0] == num_norms:
+        return tf.concat([norms, tf.zeros([2], tf.float64)], axis=0)
+    low, median, high = (_loss_at(_quantile(counts[-1:], q, per_octave)) for q in (0.25, 0.5, 0.75))
     return tf.concat([norms, median, high - low], axis=0)
 
 
-def _full_windows(counts: tf.Tensor, noise: tf.Tensor, is_norm: tf.Tensor) -> tf.Tensor:
-    """Where examples stand out, [rows, n - 7], bool.
+def _full_windows(
+    counts: tf.Tensor, noise: tf.Tensor, is_norm: tf.Tensor, per_octave: int
+) -> tf.Tensor:
+    """Which windows examples stand out in, [rows, windows], bool.
 
     Args:
       counts: [rows, n].
       noise: the standard deviation of that of a window.
       is_norm: [rows, 1], bool.
+      per_octave: how many bins there are in an octave.
     """
-    sums = _sums_of_windows(counts)
+    sums = _sums_of_windows(counts, _WINDOW * per_octave)
     fullest = tf.argmax(sums, axis=1, output_type=tf.int32)[:, tf.newaxis]
-    far_above = is_norm & (tf.range(_BINS - _WINDOW + 1) > fullest + _NEAR)
+    far_above = is_norm & (tf.range(sums.shape[1]) > fullest + _NEAR * per_octave)
     needed = [tf.constant(s, tf.float64) for s in (_SIGNIFICANT_FAR_ABOVE, _SIGNIFICANT)]
     return sums > tf.where(far_above, *needed) * noise
 
 
-def _sums_of_windows(x: tf.Tensor) -> tf.Tensor:
-    """Sums over 8 neighbors in each row, [rows, n] → [rows, n - 7]."""
+def _sums_of_windows(x: tf.Tensor, window: int) -> tf.Tensor:
+    """Sums over so many neighbors in each row, [rows, n] → [rows, n - window + 1]."""
     sums = tf.pad(tf.cumsum(x, axis=1), [[0, 0], [1, 0]])
-    return sums[:, _WINDOW:] - sums[:, :-_WINDOW]
+    return sums[:, window:] - sums[:, :-window]
 
 
-def _quantile(counts: tf.Tensor, q: float) -> tf.Tensor:
+def _quantile(counts: tf.Tensor, q: float, per_octave: int) -> tf.Tensor:
     """The octave below which a share `q` of each row's counts lies, [rows], float64."""
     sums = tf.cumsum(counts, axis=1)
     below = sums < q * sums[:, -1:]
     # Noise may let sums fall, so the last position below the share is what counts.
-    positions = tf.cast(tf.range(1, _BINS + 1), tf.float64)
+    num_bins = _OCTAVES * per_octave
+    positions = tf.cast(tf.range(1, num_bins + 1), tf.float64)
     index = tf.reduce_max(tf.where(below, positions, tf.zeros_like(positions)), axis=1)
-    index = tf.minimum(index, tf.constant(_BINS - 1, tf.float64))
-    here = tf.one_hot(tf.cast(index, tf.int32), _BINS, dtype=tf.float64)
+    index = tf.minimum(index, tf.constant(num_bins - 1, tf.float64))
+    here = tf.one_hot(tf.cast(index, tf.int32), num_bins, dtype=tf.float64)
     count, total = (tf.reduce_sum(here * x, axis=1) for x in (counts, sums))
     inside = (q * sums[:, -1] - (total - count)) / tf.maximum(count, tf.ones_like(count))
     inside = tf.clip_by_value(inside, tf.zeros_like(inside), tf.ones_like(inside))
-    return (index + inside - _BINS // 2) / _PER_OCTAVE
+    return (index + inside) / per_octave - _OCTAVES // 2
 
 
 def _loss_at(octaves: tf.Tensor) -> tf.Tensor:

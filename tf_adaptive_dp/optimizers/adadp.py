@@ -194,12 +194,12 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     ) -> tf.Tensor:
         """Judges the pair over all variables, then updates each; see `OwnRuleOptimizer`."""
         unit = self._mechanism.moving_unit()
-        if unit is not None:  # C may grow faster than η can shrink
+        if unit is not None:  # in units of C, which may grow faster than η can shrink
             grads_and_vars = [(g / tf.cast(unit, g.dtype), v) for g, v in grads_and_vars]
         odd = self.iterations % 2 == 1
         frozen = self._epochs_frozen(self.iterations) >= 0
         eta = tf.cast(self.learning_rate, tf.float32)
-        judge = odd & ~frozen
+        judge = odd & ~frozen & ~self._mechanism.measures()
 
         def error_of_the_pair() -> tf.Tensor:
             return step_doubling.error_estimate(
@@ -222,7 +222,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
             judged, accepted, self.alpha_min, self.alpha_max, self.initial_factor
         )
         adapted = step_doubling.adapted_learning_rate(eta, error, tolerance, *bounds)
-        self.learning_rate.assign(self._next_learning_rate(eta, adapted, odd, iterations))
+        self.learning_rate.assign(self._next_learning_rate(eta, adapted, judge, iterations))
         return iterations
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
@@ -268,7 +268,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         return iterations // self.steps_per_epoch - self.freeze_learning_rate_after
 
     def _next_learning_rate(
-        self, eta: tf.Tensor, adapted: tf.Tensor, odd: tf.Tensor, iterations: tf.Tensor
+        self, eta: tf.Tensor, adapted: tf.Tensor, judged: tf.Tensor, iterations: tf.Tensor
     ) -> tf.Tensor:
         iterations = tf.convert_to_tensor(iterations)
         elapsed = self._epochs_frozen(iterations - 1)
@@ -278,7 +278,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
             tf.maximum(self._epochs_frozen(iterations), 0),
             self.decay_after_freeze,
         )
-        rate = tf.where(elapsed >= 0, decayed, tf.where(odd, adapted, eta))
+        rate = tf.where(elapsed >= 0, decayed, tf.where(judged, adapted, eta))
         return tf.cast(rate, self.learning_rate.dtype)
 
     def decay_all(
@@ -292,6 +292,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         """
         del decay_each
         even = (self.iterations % 2 == 0) | (self._epochs_frozen(self.iterations) >= 0)
+        even &= ~self._mechanism.measures()
         for variable in variables:
             if decays(self, variable):
                 rate = tf.where(even, self.learning_rate * self.weight_decay, 0.0)

@@ -30,6 +30,13 @@ _UNFINISHED = (
     "epsilon would not hold: call `optimizer.drop_unfinished_parts()` before that."
 )
 
+_ONLY_MEASURED = (
+    "No weights have changed: all {releases} batches so far were used to measure the norms of "
+    "gradients, for which noise and batch size need {needed}, and more if hardly any gradient "
+    "stands out from the noise. Train for more steps or in larger batches, or use an optimizer "
+    "with a given clip norm, such as `ADADP(l2_norm_clip=1.0, ...)`."
+)
+
 _OF_ANOTHER = (
     "The training step of the model was built with another optimizer, which goes on to train it. "
     "This one's ledger lacks these releases, so epsilon would be too small, and if the other is "
@@ -146,7 +153,8 @@ def check_finished_fit(optimizer: Any) -> None:
     """Does at the end of a `fit` what only the trace of its step would do before.
 
     A later `fit` traces no step, so what it trains on shows to callbacks alone, and here. It warns
-    of parts of an incomplete batch, and of what other optimizers released since the last `fit`.
+    of parts of an incomplete batch, of what other optimizers released since the last `fit`, and if
+    nothing was trained yet, as batches measured norms.
 
     Args:
       optimizer: that of the model that was trained.
@@ -170,4 +178,8 @@ def check_finished_fit(optimizer: Any) -> None:
     held = optimizer.unfinished_parts
     if held and not is_drawn(fit.dataset):
         message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
+        warnings.warn(message, stacklevel=level_of_caller())
+    if optimizer.has_only_measured:
+        releases, needed = optimizer.ledger.num_releases, optimizer.batches_to_measure
+        message = _ONLY_MEASURED.format(releases=releases, needed=needed)
         warnings.warn(message, stacklevel=level_of_caller())

@@ -10,7 +10,10 @@ import inspect
 # of a docstring without the indentation that all of its lines share.
 SHARED_TEXTS = {
     "mechanism_args": """\
-l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1e-12.
+l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1e-12. Or
+    `"measured"`: the first W = 2 + ⌊(25·σ/L)²/2⌋ batches, or one more to make them even, release
+    a noisy histogram of the gradients' norms in place of gradients, and change no weights. From
+    then on C is a tenth of the upper quartile.
   noise_multiplier: σ. Gaussian noise of standard deviation σ·C is added to the sum of the
     clipped gradients. 0 adds none: it gives no privacy and is for tests only.
   num_microbatches: `None` clips the gradient of every example. A number splits each batch into

@@ -39,7 +39,7 @@ from tf_adaptive_dp.gradients.frames import handles_read
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import note_optimizer
-from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
+from tf_adaptive_dp.mechanism.clipping import MEASURED, Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
 from tf_adaptive_dp.mechanism.draw_numbers import (
     Number,
@@ -100,7 +100,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
     def __init__(
         self,
-        l2_norm_clip: float,
+        l2_norm_clip: float | str,
         noise_multiplier: float,
         num_microbatches: int | None = None,
         *,
@@ -143,17 +143,42 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             add_variable=functools.partial(add_state, self),
             examples_per_user=examples_per_user,
         )
+        refusals.refuse_measuring_once(self)
         if self.side_information is not None:
             self.ledger.other_events = events(self.side_information.provenance)
 
     @property
     def l2_norm_clip(self) -> float:
-        """C, the bound on each example's gradient; it may be set between steps."""
+        """C, the bound on each example's gradient; 1 until a `"measured"` one is known.
+
+        It may be set between steps.
+        """
         return self._mechanism.l2_norm_clip
 
     @l2_norm_clip.setter
     def l2_norm_clip(self, value: float) -> None:
         self._mechanism.l2_norm_clip = value
+
+    @property
+    def measures_clip(self) -> bool:
+        """Whether C is `"measured"`."""
+        return self._mechanism.measures_clip
+
+    @property
+    def batches_to_measure(self) -> int:
+        """W, how many of the first batches find scales and change no weights; 0 if none do.
+
+        It is known once the batch size is.
+        """
+        mechanism = self._mechanism
+        if mechanism.histograms is None or not self.next_release()[1]:
+            return 0
+        return int(mechanism.batches_to_measure())
+
+    @property
+    def has_only_measured(self) -> bool:
+        """Whether all batches so far found scales, so that no weights have changed."""
+        return self.ledger.num_releases > 0 and self._mechanism.has_only_measured()
 
     @property
     def noise_multiplier(self) -> float:
@@ -276,8 +301,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
     def __repr__(self) -> str:
         with tf.init_scope():  # while a step is being traced, too
+            is_unknown = self.measures_clip and self._mechanism.has_only_measured()
             values = {
-                "l2_norm_clip": self.l2_norm_clip,
+                "l2_norm_clip": MEASURED if is_unknown else float(f"{self.l2_norm_clip:.6g}"),
                 "noise_multiplier": self.noise_multiplier,
                 "expected_batch_size": self.expected_batch_size,
             }
@@ -457,6 +483,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                     counts=self._mechanism.released_gradients(),
                 )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
+        if self._mechanism.histograms is not None:  # batches that measure must move nothing
+            counts = self._mechanism.released_gradients()
+            released = [None if g is None else tf.where(counts, g, 0.0) for g in released]
         released = [None if g is None else _rounded(g, v) for g, v in zip(released, variables)]
         for gradient in released:
             if gradient is not None:
@@ -677,7 +706,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return {
             **super().get_config(),
             **self._preconditioning.get_config(),
-            "l2_norm_clip": self.l2_norm_clip,
+            "l2_norm_clip": MEASURED if self.measures_clip else self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
             "examples_per_user": self.examples_per_user,

@@ -192,6 +192,22 @@ def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
         )
 
 
+def refuse_measuring_once(optimizer: Any) -> None:
+    """Rejects a measured clip norm where later gradients have other norms than the first ones.
+
+    Raises:
+      ValueError: with side information that learns, whose scales change all norms.
+    """
+    information = optimizer.side_information
+    if optimizer.measures_clip and information is not None and information.learns:
+        raise ValueError(
+            "The first batches cannot show the norms of gradients that a "
+            f"`{type(information).__name__}` will rescale later. Pass a number as `l2_norm_clip`, "
+            "such as 1.0, or use `UntunedSGD`, which measures again. Received: "
+            f"l2_norm_clip='measured', side_information={information!r}"
+        )
+
+
 def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
     """Rejects variables without slots, as Keras would, and variables that are listed twice.
 

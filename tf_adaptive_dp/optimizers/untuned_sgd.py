@@ -178,8 +178,7 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
         """Sets η_t for all variables, then updates each; see `OwnRuleOptimizer`."""
-        histograms = self._histograms()
-        moves = ~(histograms.released() | histograms.are_open())
+        moves = ~self._mechanism.measures()
         num_steps = tf.convert_to_tensor(self._num_steps.assign_add(tf.cast(moves, tf.int64)))
         noise, sizes = self._mechanism.relative_noise(), self._histograms().sizes()
         usual = unit_steps.default_kappa(self._shapes)
