@@ -85,8 +85,13 @@ def test_targets_that_are_lost_in_the_noise_are_warned_of():
         assert "the loss shrinks with their units" in found(model, UNIT, tiny)
     assert not found(sequential([6]), UNIT, np.zeros(8))
     assert not found(sequential([6]), UNIT, tiny, "binary_crossentropy")
-    model.compile(dp.ADADP(1.0, 1.0, clipping="adaptive"), "mse")
-    assert not found(model, UNIT, tiny)
+    for finds_units in (
+        dp.ADADP(1.0, 1.0, clipping="adaptive"),
+        dp.ADADP("measured", 1.0),
+        dp.UntunedSGD(1.0),
+    ):
+        model.compile(finds_units, "mse")
+        assert not found(model, UNIT, tiny)
 
 
 def test_weights_that_clipping_undoes_are_warned_of():

@@ -149,7 +149,7 @@ class GaussianMechanism:
         self.clipping = get_clipping(clipping)
         self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
         self.measures_clip = is_measured(l2_norm_clip)
-        if self._is_adaptive or self.measures_clip:  # C is state, like the weights
+        if self.finds_clip:  # C is state, like the weights
             self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
         else:
             self._l2_norm_clip = hyperparameter(1.0)
@@ -244,12 +244,17 @@ class GaussianMechanism:
     def l2_norm_clip(self, value: float) -> None:
         self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
 
+    @property
+    def finds_clip(self) -> bool:
+        """Whether C comes from released counts, be they of the first batches or of each."""
+        return self._is_adaptive or self.measures_clip
+
     def moving_unit(self) -> tf.Tensor | None:
         """The C of the last gradients if C follows or was measured, scalar; otherwise `None`.
 
         It was computed from noisy counts of earlier releases, so steps may depend on it.
         """
-        if not (self._is_adaptive or self.measures_clip):
+        if not self.finds_clip:
             return None
         clip = self._l2_norm_clip.read_value()
         if not self._is_adaptive:

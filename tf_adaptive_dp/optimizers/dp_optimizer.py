@@ -165,6 +165,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return self._mechanism.measures_clip
 
     @property
+    def finds_units(self) -> bool:
+        """Whether the optimizer finds by itself how large gradients are."""
+        return self._mechanism.finds_clip
+
+    @property
     def batches_to_measure(self) -> int:
         """W, how many of the first batches find scales and change no weights; 0 if none do.
 

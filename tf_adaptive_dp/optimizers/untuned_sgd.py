@@ -126,6 +126,11 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         self._mechanism.histograms = Histograms(len(variables), add)
 
     @property
+    def finds_units(self) -> bool:
+        """Whether the optimizer finds by itself how large gradients are: always."""
+        return True
+
+    @property
     def gradient_norms(self) -> list[float] | None:
         """U_k, or `None` before they are known. They are private: they come from noisy counts."""
         histograms = self._mechanism.histograms

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_called_once, is_clonable
-from tf_adaptive_dp.mechanism.clipping import AdaptiveClipping
 from tf_adaptive_dp.normalization import PrivateNormalization
 from tf_adaptive_dp.validation.findings import Finding
 
@@ -94,7 +93,7 @@ def _of_targets(model: tf.keras.Model, loss: Any, targets: Any) -> list[Finding]
             "the squares of gradients exceed the range of float32, so they count as zero."
         )
         fix = "Divide the targets by a public constant; see docs/how-to/units.md."
-    elif 0 < largest < _SMALL and not _follows_gradients(model):
+    elif 0 < largest < _SMALL and not _finds_units(model):
         what = (
             f"Targets have magnitudes of at most {largest:.2g}, and the loss shrinks with their "
             "units: gradients are far smaller than `l2_norm_clip`, and the noise is as large as "
@@ -102,7 +101,7 @@ def _of_targets(model: tf.keras.Model, loss: Any, targets: Any) -> list[Finding]
         )
         fix = (
             "Multiply the targets by a public constant that gives them a magnitude of about 1, or "
-            'let the clip norm follow the gradients (`clipping="adaptive"`); see '
+            'let the first batches find the clip norm (`l2_norm_clip="measured"`); see '
             "docs/how-to/units.md."
         )
     else:
@@ -126,10 +125,9 @@ def _last_rescaling(model: tf.keras.Model, num_columns: int) -> tuple[Any, Any]:
     return found if all(np.shape(v) in ((), (1,), (num_columns,)) for v in found) else (0.0, 1.0)
 
 
-def _follows_gradients(model: tf.keras.Model) -> bool:
-    """Whether the clip norm finds the size of gradients by itself."""
-    clipping = getattr(getattr(model, "optimizer", None), "clipping", None)
-    return isinstance(clipping, AdaptiveClipping)
+def _finds_units(model: tf.keras.Model) -> bool:
+    """Whether the optimizer finds the size of gradients by itself."""
+    return getattr(getattr(model, "optimizer", None), "finds_units", False)
 
 
 def _grows_with_units(loss: Any) -> bool:
