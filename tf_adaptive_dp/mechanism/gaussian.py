@@ -333,7 +333,8 @@ class GaussianMechanism:
         Returns:
           One float32 tensor per variable, or `None` if the loss does not depend on the variable.
           On several replicas the caller must sum them. As long as the batch is incomplete (see
-          `complete`), they are zero and nothing is released.
+          `complete`), they are zero and nothing is released. They are zero, too, if the batch was
+          released as histograms.
 
         Raises:
           tf.errors.InvalidArgumentError: when the step runs, if batches vary in size and there is
@@ -504,7 +505,10 @@ class GaussianMechanism:
 
             return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
 
-        return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in part.sums])
+        of_gradients = part.sums if self.histograms is None else part.sums[:-1]
+        return complete, tf.cond(
+            complete, release, lambda: [tf.zeros_like(s) for s in of_gradients]
+        )
 
     def _record(self, batch: _Sums, size: tf.Tensor, draw: Draw, order: _OrderCheck) -> _Recorded:
         """Records a release in the ledger. Call it when its turn comes, after all checks.
@@ -542,7 +546,7 @@ class GaussianMechanism:
         return _Recorded(recorded, per_group, expected, sigma, correlated)
 
     def _add_noise(self, batch: _Sums, clip: tf.Tensor, record: _Recorded) -> list[tf.Tensor]:
-        """Adds the noise to a batch, given what `_record` returned for its release."""
+        """The noisy means of a batch, given what `_record` returned for its release."""
         stddev = replicas.share(self._gradient_noise(record.sigma, record.expected)) * clip
         divisor = tf.cast(record.groups, tf.float32)
         # Recorded first, since weights may move before another operation of the step fails.
@@ -554,10 +558,13 @@ class GaussianMechanism:
                 noisy = self.generator.add_to(batch.sums, stddev, clip)
                 if isinstance(self.clipping, AdaptiveClipping):
                     self._adapt(self.clipping, self.generator, batch.within, clip, record)
-            noisy = [s / divisor for s in noisy]
-            if self.histograms is not None:
-                self._add_to(self.histograms, noisy[-1] * divisor, clip, record)
-        return noisy
+            if self.histograms is None:
+                return [s / divisor for s in noisy]
+            # The noise of gradients that were left out would only move weights.
+            *noisy, counts = noisy
+            factor = tf.where(self.histograms.are_open(), 0.0, 1 / divisor)
+            self._add_to(self.histograms, counts, clip, record)
+        return [s * factor for s in noisy]
 
     def _check_order(self, order: Order | None) -> _OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for."""

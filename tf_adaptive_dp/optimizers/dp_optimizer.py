@@ -487,10 +487,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                     noise_stddev=self._mechanism.noise_stddev(),
                     counts=self._mechanism.released_gradients(),
                 )
-        released = _with_penalties(noisy, source.penalty_gradients, scale)
+        penalties = source.penalty_gradients
         if self._mechanism.histograms is not None:  # batches that measure must move nothing
             counts = self._mechanism.released_gradients()
-            released = [None if g is None else tf.where(counts, g, 0.0) for g in released]
+            penalties = [
+                None if p is None else tf.where(counts, p, tf.zeros_like(p)) for p in penalties
+            ]
+        released = _with_penalties(noisy, penalties, scale)
         released = [None if g is None else _rounded(g, v) for g, v in zip(released, variables)]
         for gradient in released:
             if gradient is not None:
