@@ -254,3 +254,62 @@ def test_a_random_size_which_is_private_is_not_saved_with_the_optimizer():
 def test_the_size_of_padded_batches_is_saved_even_if_the_first_has_no_padding():
     weights = np.array([1.0] * 9 + [-0.0], np.float32)
     assert saved_size(expected=7, weights=weights, rows=(9, 10)) == (10, 10)
+
+
+def sizes_of(expected=None, num_microbatches=None, examples_per_user=None, parts=1):
+    """What a mechanism knows of sizes, without a step."""
+    return batch_sizes.BatchSizes(
+        *(expected, num_microbatches, examples_per_user, parts),
+        lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype), trainable=False),
+    )
+
+
+def seen_as(sizes, size, present):
+    """The size that a batch counts with if it is too large; 0 otherwise."""
+    found = sizes.too_large(
+        sizes.divisor(), sizes.per_group(), tf.constant(size, tf.int64), tf.constant(present)
+    )
+    return float(found)
+
+
+def test_a_batch_may_hold_as_many_examples_as_full_ones_and_no_more():
+    sizes = sizes_of()
+    sizes.expect_at_most(8)
+    sizes.check(tf.constant(8, tf.int64))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Batches vary in size"):
+        sizes.check(tf.constant(9, tf.int64))
+    sizes.expected = 8  # declared: the sizes of random batches vary around it
+    sizes.check(tf.constant(9, tf.int64))
+
+
+@pytest.mark.filterwarnings("ignore:The batches hold more examples")
+def test_examples_are_counted_and_not_microbatches_or_parts():
+    groups = sizes_of(expected=8, num_microbatches=4)
+    groups.remember(tf.constant(40, tf.int64))  # ten examples in each
+    assert seen_as(groups, size=40, present=4) == 40.0
+    parts = sizes_of(expected=16, parts=2)
+    with pytest.warns(UserWarning, match="size of 16, batches of 100 rows"):
+        parts.warn_if_too_large(50)
+    assert seen_as(parts, size=50, present=60) == 100.0  # their rows, since those are public
+    assert seen_as(sizes_of(expected=16, parts=2), size=8, present=16) == 0.0
+    parts.expected = None
+    parts.remember(tf.constant(50, tf.int64))
+    assert parts.first == float(parts.divisor()) == 100.0
+    full = sizes_of(parts=2)
+    full.expect_at_most(8)
+    assert seen_as(full, size=8, present=16) == 0.0
+    # Of what XLA lets through, the last part may be small: what is there counts, not the mean.
+    assert seen_as(full, size=8, present=30) == 30.0
+
+
+@pytest.mark.parametrize("first, second", [(184, 200), (200, 184)])
+def test_of_two_optimizers_the_smaller_room_counts(first, second):
+    own, before = (sizes_of(expected=100) for _ in range(2))
+    own.remember(tf.constant(first, tf.int64))
+    before.remember(tf.constant(second, tf.int64))
+    own.continue_after(before)
+    assert own.rows_per_batch == 184
+    others = sizes_of(expected=100, parts=2), sizes_of(expected=100, examples_per_user=2)
+    for other in others:  # whose sizes mean something else
+        other.continue_after(before)
+        assert other.rows_per_batch == 0
