@@ -162,6 +162,7 @@ OURS = 40 * [0.0, -0.0]
     "zeros",
     [
         80 * [0.0],  # the weights of another sampler
+        40 * [0.0],  # which are as many as random signs might leave without a mark
         80 * [-0.0],  # labels times -1
         79 * [0.0] + [-0.0],
         5 * [0.0, -0.0],  # of a batch too small to tell
@@ -172,6 +173,13 @@ def test_other_zeros_are_no_padding(zeros):
         return bool(padding.is_ours(tf.constant(np.float32(zeros + len(zeros) * [1.0]))))
 
     assert is_ours(OURS) and not is_ours(zeros)
+
+
+def test_users_have_fewer_places_than_rows():
+    """Which of 12 users are padding is known by less than which of 48 examples are."""
+    weights = tf.constant(np.float32(12 * [0.0, -0.0] + 24 * [1.0]))
+    assert padding.is_ours(weights) and not padding.is_ours(weights, rows_per_unit=4)
+    assert padding.is_ours(tf.constant(np.float32(OURS + 80 * [1.0])), rows_per_unit=4)
 
 
 class LeavesOneOutputUnweighted(tf.keras.Model):
@@ -292,18 +300,18 @@ def as_float(y):
 
 ELSEWHERE = {
     "a dict": (endpoint, lambda x, y, w: {"x": x, "y": as_float(y), "w": w}),
+    "in the place of labels": (unpacking, lambda x, y, w: (x, w, y)),
     "inputs and labels": (
         endpoint,
         lambda x, y, w: ({"x": x, "y": as_float(y), "w": w}, as_float(y)),
     ),
     "inputs of an own step": (unpacking, lambda x, y, w: ((x, w), y)),
-    "in the place of labels": (unpacking, lambda x, y, w: (x, w, y)),
 }
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize("jit", [False, True])
 def test_fit_looks_for_the_weights_wherever_they_are_in_a_batch(place, jit):
     """With Keras 3, `fit` looked for them in the third place only."""
     if GENERATION == 2 and place == "inputs and labels":
