@@ -8,6 +8,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue, zoo
 from tests.helpers.catalogue import KINDS
 from tests.helpers.gaussianity import assert_gaussian
+from tf_adaptive_dp.mechanism import accumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 
@@ -233,3 +234,17 @@ def test_parts_of_an_interrupted_run_do_not_join_a_batch_of_the_next(make):
         model.fit(*catalogue.data(16), batch_size=8, verbose=0, callbacks=[make(2)])
     assert model.optimizer.ledger.num_releases == 1
     assert max(float(tf.norm(v)) for v in sums) == 0
+
+
+def test_every_part_is_in_one_sum_and_none_in_two():
+    sums = accumulation.Accumulator(steps=2)
+
+    def after(part):
+        (total,), complete = sums.add([tf.constant([part])])
+        return float(total[0]), bool(complete), sums.num_parts
+
+    assert [after(part) for part in (1.0, 2.0)] == [(1.0, False, 1), (3.0, True, 0)]
+    assert [after(part) for part in (4.0, 8.0)] == [(4.0, False, 1), (12.0, True, 0)]
+    after(16.0)
+    sums.drop()
+    assert sums.num_parts == 0 and after(32.0) == (32.0, False, 1)
