@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
+from tf_adaptive_dp.mechanism.turns import Turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 
@@ -36,6 +37,20 @@ def all_at_once(*runs):
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def in_parallel(step, times):
+    """Calls a step in several threads of TensorFlow's; what it returned each time.
+
+    The tests give TensorFlow one thread for operations, on which graphs of several Python threads
+    run one after the other. A data set may have threads of its own.
+    """
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = THREADS
+    calls = tf.data.Dataset.range(times).map(
+        lambda _: step(), num_parallel_calls=THREADS, deterministic=False
+    )
+    return list(calls.with_options(options).as_numpy_iterator())
 
 
 def releasing(mechanism, mode="graph", steps=1):
@@ -71,8 +86,13 @@ def assert_all_differ(noises, releases):
 )
 def test_every_release_of_four_threads_is_counted_and_has_noise_of_its_own(mode, kwargs, steps):
     mechanism = zoo.make_mechanism(noise_multiplier=1.0, **kwargs)
-    run = releasing(mechanism, mode, steps)
-    noises = sum(all_at_once(*[run] * THREADS), [])
+    if mode == "eager":
+        noises = sum(all_at_once(*[releasing(mechanism, mode, steps)] * THREADS), [])
+    else:
+        rows = tf.zeros([2, 8])
+        release = zoo.in_mode(mode, lambda r: mechanism.release(zoo.Rows(r), 2)[0], [rows])
+        release(rows)
+        noises = in_parallel(lambda: release(tf.zeros([2, 8])), THREADS * steps)
     assert mechanism.ledger.num_releases == THREADS * steps + 1
     assert_all_differ(noises, THREADS * steps)
     assert int(mechanism.generator._counter) == (1 + mechanism._is_adaptive) * (THREADS * steps + 1)
@@ -133,14 +153,24 @@ def test_parts_of_batches_from_several_threads_are_all_added_up(mode):
         return mechanism.release(zoo.Rows(rows), tf.shape(rows)[0])[0]
 
     release = zoo.in_mode(mode, release, [rows])
-    runs = [lambda: [release(rows).numpy() for _ in range(30)]] * THREADS
-    if mode == "graph":
-        release.get_concrete_function()
-    released = np.stack(sum(all_at_once(*runs), []))
+    released = np.stack(in_parallel(lambda: release(tf.constant(rows)), 120))
     assert mechanism.ledger.num_releases == 40
     # Each part is in one release, and each release has three.
     np.testing.assert_allclose(np.sort(released[:, 0]), [0.0] * 80 + [1.5] * 40, rtol=1e-6)
     assert mechanism.accumulator.num_parts == 0
+
+
+def test_no_two_changes_run_at_the_same_time():
+    turns, total = Turns(), tf.Variable(0.0)
+
+    def slow_addition():
+        before = total.read_value()
+        with tf.control_dependencies([before]):
+            (one,) = tf.while_loop(lambda x: x < 1.0, lambda x: x + 0.5**10, [0.0])
+        return [tf.convert_to_tensor(total.assign(before + one))]
+
+    in_parallel(lambda: turns.take(slow_addition), 12)
+    assert total.numpy() == 12.0
 
 
 def test_noise_is_that_of_the_clip_norm_that_the_gradients_were_clipped_to():
