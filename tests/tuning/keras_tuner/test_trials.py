@@ -346,3 +346,144 @@ def test_other_optimizers_release_what_was_planned(tmp_path, name):
     (model,) = made.get_best_models()
     expected = (1.5, 16.0, 2) if name == "accumulation" else (1.5, 8.0, 4)
     assert model.optimizer.ledger.segments == [expected]
+
+
+# What follows calls the parts of a trial, so that no test of it has to train.
+
+
+def planned(sampling="shuffled", batch_size=8.0, strategy=None, **schedule):
+    """The plan of a search whose trials make 4 releases."""
+    schedule = {"epochs": 2, "steps_per_epoch": 2, **schedule}
+    return plans.SearchPlan(
+        strategy or strategies.Composition(2),
+        strategies.PublicScore(),
+        plans.Budget(3.0, tuned.DELTA, "rdp"),
+        plans.Batches(tuned.NUM_EXAMPLES, sampling, batch_size),
+        plans.Schedule(**schedule),
+    )
+
+
+def budget_of(*released, plan=None, **optimizer):
+    """The budget of a trial whose ledger holds these releases."""
+    budget = trial.TrialBudget(plan or planned(), 1.0)
+    budget.set_model(tuned.model(tuned.optimizer(**optimizer)))
+    budget.model.optimizer.ledger.restore(list(released))
+    return budget
+
+
+@pytest.mark.parametrize("name, value", [("noise_multiplier", 0.5), ("expected_batch_size", 4.0)])
+def test_no_step_begins_that_would_release_something_else(name, value):
+    budget = budget_of((1.0, 8.0, 3))
+    budget.on_train_batch_begin(0)
+    setattr(budget.model.optimizer, name, value)
+    with pytest.raises(dp.NotPrivateError, match="Nothing may change the noise or the batch size"):
+        budget.on_train_batch_begin(1)
+
+
+def test_no_step_begins_without_room_and_none_is_left_out():
+    budget = budget_of((1.0, 8.0, 4))
+    with pytest.raises(dp.BudgetExceededError, match="no room for another step.*4 releases of 4"):
+        budget.on_train_batch_begin(0)
+    budget.check_end()
+    assert not budget.room(4) and budget.room(3)
+    for released, message in {3: "ended early.*3 releases of 4", 5: "5 releases, 4 were"}.items():
+        with pytest.raises(dp.NotPrivateError, match=message):
+            budget_of((1.0, 8.0, released)).check_end()
+    budget = budget_of((1.0, 8.0, 2))
+    budget.on_train_batch_begin(0)
+    budget.model.optimizer.ledger.restore([(1.0, 8.0, 3)])
+    budget._rows_are_known, budget.model.stop_training = True, True
+    with pytest.raises(dp.NotPrivateError, match="A trial ended early"):
+        budget.on_train_batch_end(0)
+    # Each part of a batch is a step; a call of several steps needs room for all of them.
+    parts = budget_of(plan=planned(parts=2, steps_per_epoch=4))
+    assert parts.room(3) and not parts.room(4)
+    parts._steps_per_call = 4
+    assert parts.room(2) and not parts.room(3) and parts.room(3, next_step=2)
+
+
+def test_a_step_that_releases_twice_is_found_when_it_ends():
+    budget = budget_of((1.0, 8.0, 1))
+    budget.on_train_batch_begin(0)
+    budget.model.optimizer.ledger.restore([(1.0, 8.0, 3)])
+    with pytest.raises(dp.NotPrivateError, match="2 releases in a call that has 1 steps"):
+        budget.on_train_batch_end(0)
+
+
+@pytest.mark.parametrize(
+    "found, match",
+    [
+        ([(1.0, 8.0, 1), (0.5, 8.0, 1)], "less noise or larger batches.*noise_multiplier=0.5"),
+        ([(1.0, 16.0, 2)], "less noise or larger batches.*batch_size=16.0"),
+        ([(1.0, 8.0, 2)], "something beside its gradients.*GaussianDpEvent.*0.5"),
+    ],
+)
+def test_releases_that_were_not_planned_are_found_at_every_end(found, match):
+    budget = budget_of((1.0, 8.0, 1))
+    budget._rows_are_known = True
+    budget.on_train_batch_begin(0)
+    budget.model.optimizer.ledger.restore(found)
+    if found[-1][:2] == (1.0, 8.0):
+        record_a_release(budget.model)
+    for end in (lambda: budget.on_train_batch_end(0), budget.require_planned):
+        with pytest.raises(dp.NotPrivateError, match=match):
+            end()
+
+
+POISSON = dp.PoissonSampling.for_batch_size(8, tuned.NUM_EXAMPLES, steps=4)
+
+
+@pytest.mark.parametrize(
+    "plan, rows, is_right",
+    [
+        (planned(), 8, True),
+        (planned(), 16, False),
+        (planned(batch_size=16.0, parts=2), 8, True),
+        (planned(batch_size=16.0, parts=2), 16, False),
+        (planned(POISSON), POISSON.rows_per_batch(1), True),
+        (planned(POISSON), 8, False),
+        (planned("poisson"), 11, True),  # a size that is random
+    ],
+)
+def test_the_rows_of_a_batch_are_those_that_the_noise_was_computed_for(
+    monkeypatch, plan, rows, is_right
+):
+    parts = {"gradient_accumulation_steps": 2} if plan.schedule.parts == 2 else {}
+    budget = budget_of(plan=plan, expected_batch_size=plan.batches.batch_size, **parts)
+    optimizer = budget.model.optimizer
+    monkeypatch.setattr(type(optimizer), "rows_per_batch", property(lambda optimizer: rows))
+    budget.on_train_batch_begin(0)
+    if is_right:
+        budget.on_train_batch_end(0)
+    else:
+        with pytest.raises(dp.NotPrivateError, match=f"batches of {rows} rows, but the noise"):
+            budget.on_train_batch_end(0)
+
+
+@pytest.mark.parametrize("strategy, counted", [("composition", 3), ("repeat_and_select", 1)])
+def test_a_crash_counts_what_was_announced(tmp_path, monkeypatch, strategy, counted):
+    """Where all trials are shown. Where nobody sees the losers, a trial has no log."""
+
+    def crash(self, model, data, log):
+        if log is not None:
+            log.announce(model.optimizer, 3)
+        model.optimizer.ledger.restore([(1.0, 8.0, 1)])
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(trial.PrivateTrial, "_train", crash)
+    of = {"composition": strategies.Composition(2), "repeat_and_select": None}[strategy]
+    plan = planned(strategy=of or strategies.RepeatAndSelect(2))
+    one = trial.PrivateTrial(plan, 1.0, tmp_path)
+    outcome = one.run(tuned.model(tuned.optimizer()), None, None, str(tmp_path / "weights"))
+    assert outcome["releases"] == counted and "no memory" in outcome["error"]
+
+
+@pytest.mark.parametrize("error", [dp.NotPrivateError, dp.BudgetExceededError, OSError])
+def test_what_the_next_process_must_know_is_no_crash(tmp_path, monkeypatch, error):
+    def fail(*args):
+        raise error("no room")
+
+    monkeypatch.setattr(trial.PrivateTrial, "_train", fail)
+    one = trial.PrivateTrial(planned(), 1.0, tmp_path)
+    with pytest.raises(error, match="no room"):
+        one.run(tuned.model(tuned.optimizer()), None, None, str(tmp_path / "weights"))
