@@ -150,6 +150,23 @@ def test_the_parts_of_a_batch_count_once():
     assert float(optimizer.side_information_state[0][0]) == 3
 
 
+def test_what_is_no_gradient_changes_nothing():
+    """`UntunedSGD` releases histograms, too, after which it passes what the sums are not."""
+    optimizer = sgd()
+    stepper(optimizer)
+    state = optimizer.side_information_state
+    before = [v.numpy() for kind in state for v in kind]
+    due, ratios = optimizer.side_information.observe(
+        *(state, [0, 1], [tf.ones([6, 2]), tf.ones([2])], [tf.ones([6, 1]), 1.0]),
+        noise_stddev=tf.constant(1.0),
+        counts=tf.constant(False),
+        may_change=tf.constant(True),
+    )
+    assert not due and np.all([r.numpy() == 1 for r in ratios])
+    for value, kept in zip((v for kind in state for v in kind), before):
+        np.testing.assert_array_equal(value.numpy(), kept)
+
+
 def test_untuned_sgd_measures_under_new_scales_and_multiplies_its_steps_by_them():
     optimizer = dp.UntunedSGD(0.01, side_information=DelayedPreconditioner(), seed=2)
     step, (kernel, bias) = stepper(optimizer)

@@ -175,6 +175,10 @@ def test_rows_of_weight_zero_are_absent():
     dp.side_information.check_disjoint((x, x, weights), batched(np.concatenate([X[9:], padding])))
     with pytest.raises(dp.NotPrivateError, match="2 of 7"):
         dp.side_information.check_disjoint(padding, (x, x, np.ones(7)))
+    # An example that lacks a label for one of two outputs is there all the same.
+    of_outputs = {"a": weights, "b": np.array([1, 1, 1, 1, 1, 1, 0], "float32")}
+    with pytest.raises(dp.NotPrivateError, match="1 of 6"):
+        dp.side_information.check_disjoint(padding, (x, {"a": x, "b": x}, of_outputs))
 
 
 @pytest.mark.parametrize(
