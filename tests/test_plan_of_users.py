@@ -3,6 +3,7 @@
 import json
 import re
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -52,6 +53,21 @@ def test_the_population_is_the_users():
     assert f"padded to {users} users with 3 rows each ({rows} rows)" in described
     offers = plan.recommend(batch_sizes=[4, 8], epochs=[2])
     assert {offer.steps for offer in offers} == {10, 20}
+
+
+def test_a_directory_keeps_what_must_not_change():
+    def kept(**kwargs):
+        plan = planned(**kwargs)
+        return plan._settings(), plan._training._fingerprint(None).of(b"salt")
+
+    (settings, digest), moved = kept(), IDS.copy()
+    moved[1] = 0
+    assert kept() == (settings, digest) and kept(user_ids=moved)[1] != digest
+    for name, value in {"examples_per_user": 2, "user_reduction": "sum", "delta": 2e-3}.items():
+        changed = kept(**{name: value})[0]
+        assert changed[name] == value and settings[name] != value
+    event = kept(other_events=[dp_accounting.GaussianDpEvent(9.0)])[0]["other_events"]
+    assert event != settings["other_events"]
 
 
 @pytest.mark.parametrize("noise", [BandedNoise(2), "best"])

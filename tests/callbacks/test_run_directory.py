@@ -14,7 +14,7 @@ from tests.helpers import killable_plan as plan
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import epsilon
-from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
+from tf_adaptive_dp.callbacks.run_directory import Fingerprint, RunDirectory, RunHistory
 
 
 def lines(path):
@@ -100,6 +100,36 @@ def test_a_run_without_its_plan_is_not_continued(tmp_path):
     with pytest.raises(ValueError, match="cannot continue without `plan.json`.*Put it back"):
         RunDirectory(tmp_path, {"epsilon": 2.0}, 10)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_run_goes_on_with_the_data_and_the_values_that_it_began_with(tmp_path):
+    def opened(data=b"data", epsilon=1.0):
+        of = Fingerprint("user_ids", lambda salt: (salt + data).hex(), "other `user_ids`")
+        return RunDirectory(tmp_path, {"epsilon": epsilon}, 10, fingerprint=of)
+
+    run = opened()
+    assert run.keep("normalization", [[np.ones(2), np.zeros([])]])[0][0].tolist() == [1, 1]
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
+    run.log.announce(optimizer, 9)
+    assert not run.is_finished
+    optimizer.ledger.restore([(1.0, 4.0, 9)])
+    run.log.announce(optimizer)
+    run.close()
+    with pytest.raises(ValueError, match="other `user_ids`"):
+        opened(data=b"Data")
+    with pytest.raises(ValueError, match="epsilon=2.0 instead of 1.0"):
+        opened(epsilon=2.0)
+    run = opened()
+    assert run.is_finished
+    (kept,) = run.keep("normalization", [[np.zeros(2), np.ones([])]])
+    assert [np.array(v).tolist() for v in kept] == [[1, 1], 0]
+    with pytest.raises(ValueError, match="without `other.json`: other values would be another"):
+        run.keep("other", [[np.ones(2)]])
+    run.close()
+    (tmp_path / "user_ids_NOT_PRIVATE.json").unlink()
+    with pytest.raises(ValueError, match="cannot continue without `user_ids_NOT_PRIVATE.json`"):
+        opened()
+    assert not (tmp_path / "user_ids_NOT_PRIVATE.json").exists()
 
 
 @pytest.mark.parametrize("content", [None, b"", bytes(8192)], ids=["gone", "empty", "zeros"])
