@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import dp_accounting
 import numpy as np
@@ -627,6 +628,18 @@ def test_a_second_phase_does_not_go_on_after_batches_without_room_for_padding():
     thawed(model)
     with pytest.raises(BudgetExceededError, match="epsilon=infinity"):
         plan.fit(model, X, Y, verbose=0)
+
+
+def test_less_room_in_earlier_batches_may_cost_a_longer_plan_a_hundredth_and_no_more():
+    plan, of_epsilon = planned(), for_epsilon_2()
+
+    def limit(plan, rows):
+        return plan.limit_for(SimpleNamespace(rows_per_batch=rows, parts_per_batch=1))
+
+    assert limit(plan, plan.sampling.rows) == plan.epsilon
+    assert plan.epsilon < limit(plan, 23) < 1.01 * plan.epsilon
+    assert limit(plan, 22) == plan.epsilon  # with which it stops at once
+    assert limit(of_epsilon, 24) == 2.0  # which was promised
 
 
 def test_a_copy_knows_the_room_of_the_batches_before_it():
