@@ -146,6 +146,25 @@ def test_the_monitor_warns_of_batches_larger_than_the_expected_size():
         )
 
 
+def test_means_that_no_draw_has_are_warned_of_and_are_an_error_where_padding_is_known():
+    optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, expected_batch_size=20.0)
+    optimizer.ledger.restore([(1.0, 20.0, 10)])
+
+    def of_epoch(num_examples, sampling):
+        monitor = dp.PrivacyMonitor(1000, DELTA, sampling=sampling, optimizer=optimizer)
+        monitor._released = 0
+        monitor._compare_mean_size(num_examples)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_epoch(284, "shuffled")
+        of_epoch(369, dp.PoissonSampling(0.02, 60, 10))
+    with pytest.warns(UserWarning, match="held 28.5 examples on average"):
+        of_epoch(285, "shuffled")
+    with pytest.raises(dp.NotPrivateError, match="held 37.0 examples on average"):
+        of_epoch(370, dp.PoissonSampling(0.02, 60, 10))
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_monitor_warns_of_batches_that_come_back_before_all_others(recwarn, swapped):
     # As `fit` swaps the batches of a `PyDataset`, where it is not told to leave them.

@@ -20,7 +20,7 @@ from tests.helpers.normalized import (
     planned,
 )
 from tf_adaptive_dp._keras.generation import GENERATION, keras
-from tf_adaptive_dp.normalization import PrivateNormalization
+from tf_adaptive_dp.normalization import PrivateNormalization, normalizations_in, unpaid_in
 
 # The layer has quick tests with both versions of Keras.
 pytestmark = pytest.mark.slow_on(2)
@@ -415,6 +415,7 @@ def test_each_release_is_paid_for_once():
     two = model_of_layers(plan, [adapted(x, 20.0), adapted(x, 20.0)])
     with pytest.raises(ValueError, match=unpaid):
         plan.fit(two, x, y)
+    assert unpaid_in(two, two.optimizer) is normalizations_in(two)[1]  # also without the plan
     # A layer and its copy are one.
     layer = adapted(x, 20.0)
     again = PrivateNormalization(20.0)
@@ -575,6 +576,9 @@ def test_a_release_that_the_ledger_does_not_count_is_noticed_without_a_plan():
     for callback in (budget, monitor):
         with pytest.raises(dp.errors.NotPrivateError, match="not in the optimizer's ledger"):
             model.fit(x, y, callbacks=[callback], verbose=0)
+    for ask in (monitor.epsilon, monitor.statement):
+        with pytest.raises(dp.errors.NotPrivateError, match="not in the optimizer's ledger"):
+            ask()
     for variable, value in zip(model.trainable_variables, before):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert model.optimizer.ledger.num_releases == 0

@@ -393,21 +393,21 @@ def test_fixed_and_shuffled_batches_are_accounted_for_as_such():
 GOOD = dp.PoissonSampling(0.02, 60, 10)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"expected": 30.0}, "must have `expected_batch_size=20.0`.*expected_batch_size=30.0"),
         ({"expected": 0}, "must have `expected_batch_size=20.0`.*expected_batch_size=None"),
-        ({"steps": 6}, "released 12 noisy gradients, .*draws only 10 batches.*`steps_per_epoch`"),
-        (
-            {"dataset": lambda d: tf.data.Dataset.from_tensor_slices(d).shuffle(N).batch(20)},
-            "batches of 20 rows, but those of the sampling have 60",
-        ),
         (
             {"sampling": dp.PoissonSampling(0.02, 20, 10)},
             "overflow so often that ε is infinite.*`PoissonSampling.for_batch_size`",
         ),
+        (
+            {"dataset": lambda d: tf.data.Dataset.from_tensor_slices(d).shuffle(N).batch(20)},
+            "batches of 20 rows, but those of the sampling have 60",
+        ),
+        ({"steps": 6}, "released 12 noisy gradients, .*draws only 10 batches.*`steps_per_epoch`"),
     ],
 )
 def test_the_monitor_refuses_a_sampling_that_was_not_used(kwargs, message):
