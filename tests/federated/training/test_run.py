@@ -248,6 +248,29 @@ def test_a_run_keeps_the_key_of_its_sampler(tmp_path):
         key(rounds.KEY)
 
 
+def test_a_new_run_has_the_key_that_its_sampler_makes_for_it(tmp_path):
+    """With the key of an earlier run it would draw the cohorts of that run once more."""
+
+    class Sampler(rounds.Sampler):
+        def for_new_run(self):
+            return type(self)(self.client_ids, self.sampling, bytes(32))
+
+    for _ in range(2):  # and keeps it when it resumes
+        sampler = Sampler(["a"], rounds.Sampling(), rounds.KEY)
+        run = Run(rounds.Process(tmp_path), sampler, tmp_path, None, 0)
+        run.journal.close()
+        assert run.sampler.key == (tmp_path / "secret/sampler_key").read_bytes() == bytes(32)
+
+
+@pytest.mark.parametrize("dropout, may_drop_out", [(None, False), (0.5, True)])
+def test_the_ledger_of_a_run_says_how_its_clients_came(tmp_path, dropout, may_drop_out):
+    sampler, ledger = rounds.Sampler(["a"], rounds.Sampling()), rounds.Ledger(rounds.Privacy())
+    run = Run(rounds.Process(tmp_path), sampler, tmp_path, ledger, 0, dropout=dropout)
+    run.journal.close()
+    assert getattr(run.ledger, "clients_may_drop_out", False) == may_drop_out
+    assert run.ledger.sampling == "Sampling(seed=None)"
+
+
 @pytest.mark.parametrize("bit", [0, 3, 255])
 def test_a_key_with_one_flipped_bit_is_refused(tmp_path, bit):
     rounds.train(tmp_path, 2)
