@@ -271,6 +271,25 @@ def test_the_ledger_of_a_run_says_how_its_clients_came(tmp_path, dropout, may_dr
     assert run.ledger.sampling == "Sampling(seed=None)"
 
 
+@pytest.mark.parametrize("of", ["the sampler", "the noise"])
+def test_what_contradicts_the_ledger_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, of
+):
+    kind, name = {
+        "the sampler": (rounds.Sampler, "checked"),
+        "the noise": (rounds.Ledger, "check_noise"),
+    }[of]
+
+    def refuse(*args):
+        raise ValueError(f"{of} is another one")
+
+    monkeypatch.setattr(kind, name, refuse)
+    sampler, ledger = rounds.Sampler(["a"], rounds.Sampling()), rounds.Ledger(rounds.Privacy())
+    with pytest.raises(ValueError, match=f"{of} is another one"):
+        Run(rounds.Process(tmp_path), sampler, tmp_path / "run", ledger, 0)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("bit", [0, 3, 255])
 def test_a_key_with_one_flipped_bit_is_refused(tmp_path, bit):
     rounds.train(tmp_path, 2)
