@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import dp_accounting
 import numpy as np
@@ -20,7 +21,12 @@ from tests.helpers.normalized import (
     planned,
 )
 from tf_adaptive_dp._keras.generation import GENERATION, keras
-from tf_adaptive_dp.normalization import PrivateNormalization, normalizations_in, unpaid_in
+from tf_adaptive_dp.normalization import (
+    PrivateNormalization,
+    normalizations_in,
+    of_other_unit,
+    unpaid_in,
+)
 
 # The layer has quick tests with both versions of Keras.
 pytestmark = pytest.mark.slow_on(2)
@@ -594,6 +600,14 @@ def test_a_release_that_the_ledger_does_not_count_is_noticed_without_a_plan():
     assert dp.validate(model, (x[:4], y[:4])).ok
     model.fit(x, y, epochs=1, callbacks=[budget, monitor], verbose=0)
     assert model.optimizer.ledger.num_releases
+
+
+def test_among_several_layers_one_of_examples_is_found_where_users_are_protected():
+    x, _ = data()
+    layers = [adapted(x, user_ids=np.arange(len(x)) // 2), PrivateNormalization(1.0), adapted(x)]
+    assert of_other_unit(layers, SimpleNamespace(examples_per_user=2)) is layers[2]
+    assert of_other_unit(layers[:2], SimpleNamespace(examples_per_user=2)) is None
+    assert of_other_unit(layers, SimpleNamespace(examples_per_user=None)) is None
 
 
 def test_statistics_of_examples_do_not_pay_for_users(tmp_path):
