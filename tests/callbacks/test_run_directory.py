@@ -132,6 +132,20 @@ def test_a_run_goes_on_with_the_data_and_the_values_that_it_began_with(tmp_path)
     assert not (tmp_path / "user_ids_NOT_PRIVATE.json").exists()
 
 
+def test_what_was_lost_is_counted_before_any_step_and_if_none_follows(tmp_path):
+    begun(tmp_path)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=4.0), loss="mse")
+    run = RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+    resume, *_ = run.callbacks([])
+    resume.set_params({"epochs": 1, "steps": 2})
+    resume.set_model(model)
+    with pytest.warns(UserWarning, match="^3 releases"):
+        resume.on_train_begin()
+    assert model.optimizer.ledger.segments == [(1.0, 4.0, 3)]
+    run.close()
+
+
 @pytest.mark.parametrize("content", [None, b"", bytes(8192)], ids=["gone", "empty", "zeros"])
 def test_a_run_without_its_log_is_not_continued(tmp_path, content):
     begun(tmp_path)
