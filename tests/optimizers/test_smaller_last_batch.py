@@ -1,5 +1,7 @@
 """Data whose last batch is smaller train with the size of full batches, or are refused at once."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -93,6 +95,8 @@ def doubled(x, y):
         lambda data: data.padded_batch(8),
         lambda data: data.shuffle(20).batch(8, num_parallel_calls=2).prefetch(2),
         lambda data: data.batch(8).map(lambda x, y: (x, y)).cache().with_options(tf.data.Options()),
+        lambda data: data.concatenate(examples(8)).batch(8).skip(1).prefetch(2),
+        lambda data: data.batch(8).take(3),
     ],
 )
 def test_full_batches_of_a_data_set_have_the_expected_size(batches, recwarn):
@@ -139,13 +143,44 @@ def test_batches_of_a_py_dataset_have_the_size_that_it_says(shuffle):
     assert made.optimizer.expected_batch_size == 8.0
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("attributes", [{"batch_size": 4}, {"batch_size": None}, {}])
-def test_batches_of_a_py_dataset_that_says_no_size_or_a_smaller_one_are_refused(attributes):
+@pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_py_dataset_that_says_no_size_is_refused_before_anything_is_released(kwargs, shuffle):
+    made = model(**kwargs)
+    with pytest.raises(ValueError, match="batches of 8 examples, and a last one of 4") as error:
+        made.fit(Batches(8), shuffle=shuffle, verbose=0)
+    assert ("`PyDataset` an attribute `batch_size`" in str(error.value)) is (not kwargs)
+    assert made.optimizer.ledger.num_releases == 0
+    made = model(expected_batch_size=8)
+    made.fit(Batches(8), shuffle=shuffle, verbose=0)
+    assert made.optimizer.ledger.num_releases == 3
+
+
+def test_a_py_dataset_of_equal_batches_or_of_steps_trains():
     made = model()
-    with pytest.raises(tf.errors.InvalidArgumentError, match="Batches vary in size|more examples"):
-        made.fit(Batches(8, **attributes), shuffle=False, verbose=0)
-    assert made.optimizer.ledger.num_releases == (0 if attributes.get("batch_size") else 2)
+    made.fit(Batches(5), verbose=0)
+    made.fit(Batches(5, batch_size=None), steps_per_epoch=2, verbose=0)
+    assert made.optimizer.ledger.segments == [(1.0, 5.0, 6)]
+    made = model()
+    made.fit(Batches(8), steps_per_epoch=2, shuffle=False, verbose=0)
+    assert made.optimizer.ledger.segments == [(1.0, 8.0, 2)]
+
+
+def test_batches_of_a_py_dataset_that_says_a_smaller_size_are_refused():
+    made = model()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a batch of.* .8. .after batches"):
+        made.fit(Batches(8, batch_size=4), shuffle=False, verbose=0)
+    assert made.optimizer.ledger.num_releases == 0
+
+
+def test_the_error_of_a_step_names_the_line_of_fit_and_no_other():
+    made = model()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Batches vary in size") as error:
+        parts = [np.split(part, [8, 16]) for part in catalogue.data(20)]
+        made.fit((batch for batch in zip(*parts)), verbose=0)
+    assert made.optimizer.ledger.num_releases == 2
+    files = re.findall(r'File "(.*)", line', error.value.message)
+    assert files == [__file__]
 
 
 def test_a_data_set_of_unknown_size_may_have_no_smaller_batch():
@@ -171,6 +206,8 @@ def test_a_data_set_that_repeats_goes_on_after_its_smaller_batch():
         (lambda data: data.repeat().batch(5), {"steps_per_epoch": 4}),
         (lambda data: data.batch(8), {"steps_per_epoch": 2}),
         (lambda data: data.batch(10), {}),
+        (lambda data: data.batch(8).take(2).repeat(2), {}),
+        (lambda data: data.batch(8).skip(1), {"steps_per_epoch": 1}),
     ],
 )
 def test_a_data_set_without_a_smaller_batch_sets_no_size(batches, kwargs):
@@ -188,7 +225,7 @@ def test_a_data_set_is_refused_before_anything_is_released():
 
 def test_batches_that_a_map_makes_larger_are_refused():
     made = model()
-    received = r"one of\] \[16\] \[examples after batches of\] \[8\]"
+    received = r"a batch of\] \[16\] \[after batches of\] \[8\]"
     with pytest.raises(tf.errors.InvalidArgumentError, match=received):
         made.fit(examples().batch(8).map(doubled), verbose=0)
     assert made.optimizer.ledger.num_releases == 0

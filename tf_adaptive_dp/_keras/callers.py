@@ -144,6 +144,21 @@ class RunningFit:
             return datasets.sizes_of_batches(self.dataset, drawn)
         return None if steps is not None else _sizes_in(self._variables)
 
+    def sizes_of_ends(self) -> tuple[int, int] | None:
+        """The sizes of the first and the last batch of a `PyDataset`, if they differ.
+
+        Returns:
+          `None` if they are the same or cannot be told, and with `steps_per_epoch`, which may end
+          epochs before the last batch.
+        """
+        x = self._variables.get("x")
+        if not isinstance(x, keras.utils.Sequence) or self._variables["steps_per_epoch"]:
+            return None
+        with tf.init_scope():  # a step may be traced now
+            number = len(x) if GENERATION == 2 else x.num_batches
+            first, last = (_rows(x[i]) for i in (0, number - 1)) if number else (None, None)
+        return None if first is None or last is None or first == last else (first, last)
+
     def num_examples(self) -> int | None:
         """How many examples it was given, without those that it validates on.
 
@@ -216,6 +231,12 @@ def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
         size, last, num_batches = data.batch_size(), data.partial_batch_size(), data.get_size()
     several = num_batches is not None and num_batches > 1
     return (int(size), int(last)) if several and size and last and last != size else None
+
+
+def _rows(batch: Any) -> int | None:
+    """How many rows a batch has, by the first of its parts."""
+    shape = getattr(tf.nest.flatten(batch)[0], "shape", None)
+    return int(shape[0]) if shape else None
 
 
 def _running_fits(callers: Iterable[types.FrameType]) -> Iterator[Mapping[str, Any]]:

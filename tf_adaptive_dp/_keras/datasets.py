@@ -46,21 +46,47 @@ def sizes_of_batches(
     Returns:
       `None` if all batches have one size, or if something other than `batch` makes them.
     """
-    batched = _batched(dataset, among=_LEAVES_BATCHES)
+    batched = _batched(dataset, among=(*_LEAVES_BATCHES, "Skip", "Take"))
     if batched is None:
         return None
-    dataset = batched
-    size = tf.get_static_value(dataset._batch_size)
-    drops_remainder = tf.get_static_value(dataset._drop_remainder)
+    size = tf.get_static_value(batched._batch_size)
+    drops_remainder = tf.get_static_value(batched._drop_remainder)
     with tf.init_scope():  # a step may be traced now
-        num_examples = int(input_datasets(dataset)[0].cardinality())
+        num_examples = int(input_datasets(batched)[0].cardinality())
     if num_examples == tf.data.UNKNOWN_CARDINALITY and size is not None and not drops_remainder:
         return int(size), None
     if drops_remainder or size is None or num_examples <= size or num_examples % size == 0:
         return None
-    if num_batches is not None and num_batches <= num_examples // size:
+    place = _place_of_last(dataset, batched, num_examples // size)
+    if place is None or (num_batches is not None and num_batches <= place):
         return None
     return int(size), int(num_examples % size)
+
+
+def _place_of_last(dataset: tf.data.Dataset, batched: tf.data.Dataset, place: int) -> int | None:
+    """The earliest place at which the last batch may come; `None` if `skip` or `take` omit it.
+
+    Args:
+      dataset: what became of the batches.
+      batched: the data set of the batches.
+      place: that of the last one in it.
+    """
+    changes, repeats = [], False
+    while dataset is not batched:
+        changes.append(dataset)
+        (dataset,) = input_datasets(dataset)
+    for change in reversed(changes):
+        repeats |= _is_among(change, ["Repeat"])
+        count = tf.get_static_value(getattr(change, "_count", None))  # negative: all
+        if _is_among(change, ["Shuffle"]):
+            place = 0
+        elif _is_among(change, ["Take"]) and 0 <= count <= place:
+            return None
+        elif _is_among(change, ["Skip"]):
+            if not repeats and not 0 <= count <= place:
+                return None
+            place = max(0, place - int(count))
+    return place
 
 
 def batches_of_a_pass(dataset: tf.data.Dataset) -> int | None:

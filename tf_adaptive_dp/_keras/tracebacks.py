@@ -6,11 +6,13 @@ import contextlib
 import functools
 import inspect
 import re
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any, Callable, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.util import tf_stack
 
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.errors import NotPrivateError
@@ -23,9 +25,11 @@ _BOLD = re.compile(r"\x1b\[\d*m")
 _OF_A_LAYER = "Exception encountered when calling"
 # Behind this Keras 3 repeats what a layer raised while its output's shape was inferred.
 _ENCOUNTERED = "Error encountered:"
-# What TensorFlow says of a check of this library that failed within a step, behind the way to it.
+# The name of the operations by which this library checks a step while it runs.
+CHECK = "check_of_private_step"
+# What TensorFlow says of such a check that failed.
 _FAILED_CHECK = re.compile(
-    r"in assert_true\s+assertion failed: \[(.*?)\]\s*\[\[\{\{node", re.DOTALL
+    rf"assertion failed: \[(.*?)\]\s*\[\[\{{\{{node [^}}]*{CHECK}", re.DOTALL
 )
 # The packages between a warning and the user's line: this one, and what calls it or its functions.
 _BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "keras_tuner", "tensorflow", "tf_keras"}
@@ -71,6 +75,22 @@ def short_assertions() -> Iterator[None]:
             raise
         message = failed[1].replace("] [", " ")
         raise tf.errors.InvalidArgumentError(error.node_def, error.op, message) from None
+
+
+class UsersLine(tf_stack.StackTraceFilter):
+    """Within it, TensorFlow notes of an operation the user's line alone, such as that of `fit`.
+
+    TensorFlow shows what it noted above the message of an operation that fails in a step. What
+    shows the other lines is what shows the frames that `short_traceback` leaves out.
+    """
+
+    def get_filtered_filenames(self) -> set[str]:
+        """The files whose lines are left out; TensorFlow calls it."""
+        if not is_filtering():
+            return set()
+        frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+        of_user = next((f for f in frames if not _is_between(f)), frames[-1])
+        return {f.f_code.co_filename for f in frames} - {of_user.f_code.co_filename}
 
 
 def level_of_caller() -> int:

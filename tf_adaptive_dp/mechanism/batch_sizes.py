@@ -10,7 +10,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp._keras.tracebacks import CHECK, UsersLine, level_of_caller
 from tf_adaptive_dp._keras.variables import value_of
 from tf_adaptive_dp.accounting.ledger import wrong_size
 from tf_adaptive_dp.errors import NotPrivateError
@@ -196,13 +196,13 @@ class BatchSizes:
         return assert_true(
             tf.where(may_vary, fits, (size > 0) & ((previous == 0) | (previous == size))),
             [
-                "Batches vary in size: received one of",
+                "Batches vary in size. That of a batch that is drawn at random is not public, so "
+                "it must not divide the noisy sum. Pass `expected_batch_size` to the optimizer, "
+                "without `num_microbatches`, or make all batches equal (`drop_remainder=True`). "
+                "Received: a batch of",
                 size,
-                "examples after batches of",
+                "after batches of",
                 tf.maximum(previous, tf.cast(most, tf.int64)),
-                "examples. The size of a batch that is drawn at random is not public, so it must "
-                "not divide the noisy sum: pass `expected_batch_size` to the optimizer (and no "
-                "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
             ],
         )
 
@@ -281,4 +281,5 @@ def hyperparameter(value: float) -> tf.Variable:
 def assert_true(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
     """Like `tf.debugging.Assert`, but without the branch and two functions that it adds."""
     data = [tf.convert_to_tensor(part) for part in data]
-    return tf.raw_ops.Assert(condition=condition, data=data, summarize=3)
+    with UsersLine():
+        return tf.raw_ops.Assert(condition=condition, data=data, summarize=3, name=CHECK)

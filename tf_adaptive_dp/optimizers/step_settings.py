@@ -47,29 +47,34 @@ def settle_batch_size(optimizer: Any) -> None:
 
     `batch_size` of `fit`, and that of a `tf.data.Dataset` or a `PyDataset`, are public. Where it
     cannot be the expected size, as with microbatches, such data are rejected before anything is
-    released; otherwise the step of the last batch would fail, at the end of the first epoch.
+    released, and so is a `PyDataset` with batches of other sizes that names none: the sizes of its
+    batches may be random. Otherwise the step of the last batch would fail, at the end of an epoch.
     """
     with tf.init_scope():
         expected, groups = optimizer.expected_batch_size, optimizer.num_microbatches
         seen = optimizer.rows_per_batch
     may_vary = expected is not None and groups is None
     fit = None if may_vary else running_fit(optimizer, on_replicas=False)
-    sizes = None if fit is None else fit.sizes_of_batches()
-    if sizes is None:
+    if fit is None:
         return
-    size, last = sizes
+    sizes = fit.sizes_of_batches()
     plain = groups is None and optimizer.examples_per_user is None and num_replicas() == 1
-    if plain and seen in (0, size):
+    if plain and sizes is not None and seen in (0, sizes[0]):
         with tf.init_scope():
-            optimizer.take_batch_size(size)
+            optimizer.take_batch_size(sizes[0])
         return
-    if last is None:
-        return  # it may be as large as the others
+    attribute = ""
+    if plain and sizes is None:
+        attribute = ", give the `PyDataset` an attribute `batch_size`"
+    if sizes is None or sizes[1] is None:
+        sizes = fit.sizes_of_ends()
+    if sizes is None:
+        return  # the last one may be as large as the others
     given = "" if groups is None else f", num_microbatches={groups}"
     without = "" if groups is None else " without `num_microbatches`"
     raise ValueError(
-        f"Batches vary in size: `fit` would get batches of {size} examples, and a last one of "
-        f"{last}. Pass `expected_batch_size` to the optimizer{without}, or make all batches equal "
-        "(a `tf.data.Dataset` with `batch(..., drop_remainder=True)`). Received: "
+        f"Batches vary in size: `fit` would get batches of {sizes[0]} examples, and a last one of "
+        f"{sizes[1]}. Pass `expected_batch_size` to the optimizer{without}{attribute}, or make all "
+        "batches equal (a `tf.data.Dataset` with `batch(..., drop_remainder=True)`). Received: "
         f"expected_batch_size={expected}{given}"
     )
