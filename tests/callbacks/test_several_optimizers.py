@@ -188,6 +188,32 @@ def test_callbacks_that_would_overwrite_an_adapted_rate_are_refused(name, callba
     assert not optimizer.ledger.num_releases
 
 
+@pytest.mark.parametrize("name", ["ADADP euler", "UntunedSGD"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+        lambda: keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9),
+    ],
+    ids=["scheduler", "plateau"],
+)
+def test_they_are_refused_in_a_later_fit_too_which_traces_no_step(name, callback):
+    model = catalogue.compiled(name)
+    read = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_, **__: float(rate()))
+
+    def rate():
+        return tf.convert_to_tensor(model.optimizer.learning_rate)
+
+    model.fit(*catalogue.data(), 8, verbose=0, callbacks=[read])
+    before, later = rate(), []
+    last = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: later.append(rate()))
+    with pytest.raises(ValueError, match="adapts its learning rate, which the callback would"):
+        model.fit(*catalogue.data(), 8, 3, verbose=0, callbacks=[last, callback()])
+    assert rate() == (later or [before])[-1]
+    model.optimizer.learning_rate = 0.25
+    assert rate() == 0.25
+
+
 def test_callbacks_may_set_the_rate_of_other_optimizers(model, tmp_path):
     model = keras.models.clone_model(model)
     model.compile(catalogue.make("DPSGD", expected_batch_size=8), loss=catalogue.loss())

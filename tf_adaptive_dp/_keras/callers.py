@@ -49,6 +49,11 @@ def running_models() -> list[keras.Model]:
     return list({id(o): o for o in _owners() if isinstance(o, keras.Model)}.values())
 
 
+def running_callbacks() -> list[keras.callbacks.Callback]:
+    """The callbacks with a method that is running, the innermost first."""
+    return [owner for owner in _owners() if isinstance(owner, keras.callbacks.Callback)]
+
+
 def trained_variables_of_loaded_model() -> list[tf.Variable]:
     """Those of the model whose `.h5` file or SavedModel Keras is reading, if it is.
 

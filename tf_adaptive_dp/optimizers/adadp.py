@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, add_state, decays, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import RateAdaptingOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.side_information.provenance import SideInformation
@@ -27,7 +27,7 @@ class _Pair(NamedTuple):
 
 @register
 @fill_docstring
-class ADADP(DPOptimizer, OwnRuleOptimizer):
+class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
     """Private SGD that adapts its own learning rate by step doubling; nothing needs tuning.
 
     ADADP compares one step of size η with two steps of size η/2. The two half steps use two
@@ -103,7 +103,6 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     w = 0.10, next η = 0.20
     """
 
-    adapts_learning_rate = True
     needs_independent_noise = (
         "its error estimate is the distance between two gradients with independent noise"
     )

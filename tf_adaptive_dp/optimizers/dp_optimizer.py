@@ -16,7 +16,12 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.callers import is_in_fit, running_fit, trained_variables_of_loaded_model
+from tf_adaptive_dp._keras.callers import (
+    is_in_fit,
+    running_callbacks,
+    running_fit,
+    trained_variables_of_loaded_model,
+)
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
     add_state,
@@ -95,7 +100,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
     # Why an update rule is not for correlated noise; `None` if it is.
     needs_independent_noise: ClassVar[str | None] = None
-    # Whether the optimizer sets its learning rate, so that nothing else may.
+    # See `RateAdaptingOptimizer`.
     adapts_learning_rate: ClassVar[bool] = False
 
     def __init__(
@@ -758,6 +763,22 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             optimizer.ledger.chosen_by_search = chosen
             optimizer._note_ledger(trained_variables_of_loaded_model())
         return optimizer
+
+
+class RateAdaptingOptimizer(DPOptimizer):
+    """Base of private optimizers that set their learning rate, so that nothing else may."""
+
+    adapts_learning_rate = True
+
+    @property
+    def learning_rate(self) -> Any:
+        """The adapted rate. Callbacks that set rates read it first, and get an error."""
+        refusals.refuse_rates(self, running_callbacks())
+        return super().learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        super(RateAdaptingOptimizer, type(self)).learning_rate.fset(self, value)
 
 
 def _one_at_a_time() -> contextlib.AbstractContextManager:

@@ -12,7 +12,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, add_state, slot_index
 from tf_adaptive_dp.mechanism.histograms import Histograms
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import RateAdaptingOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.side_information.provenance import SideInformation
@@ -25,7 +25,7 @@ _STEPS_PER_MEASUREMENT = 8
 
 @register
 @fill_docstring
-class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
+class UntunedSGD(RateAdaptingOptimizer, OwnRuleOptimizer, sets=_FOUND):
     """Private SGD that needs neither a learning rate nor a clip norm, whatever the units are.
 
     The first W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋ batches change no weights, for K variables and batches of
@@ -77,7 +77,6 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     True
     """
 
-    adapts_learning_rate = True
     needs_independent_noise = "its step size is that of sums of independent noise"
 
     def __init__(
