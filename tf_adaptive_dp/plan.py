@@ -71,7 +71,7 @@ class PlanOffer(NamedTuple):
       epochs: the number of epochs.
       steps: the number of noisy gradients T.
       noise_multiplier: the σ that meets the budget.
-      signal_to_noise: √T·L/σ.
+      signal_to_noise: √T·L/σ, in four digits.
 
     >>> PlanOffer(256, epochs=4, steps=100, noise_multiplier=2.0, signal_to_noise=1280.0).rank
     (100, 1280.0)
@@ -721,7 +721,8 @@ class PrivacyPlan:
                 sampling = self._sampling(size, checks.integer("epochs", number, 1))
                 noise = self._budget.least_noise(self.epsilon, sampling, self.noise)
                 ratio = self._gain_of_sums(sampling.steps) * size / noise
-                offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
+                shown = float(f"{ratio:.4g}")  # it only compares; `noise` keeps the budget
+                offers.append(PlanOffer(size, number, sampling.steps, noise, shown))
         return sorted(offers, key=lambda offer: offer.rank, reverse=True)
 
     def _sampling(self, batch_size: int, epochs: int) -> SamplingOfPlan:
