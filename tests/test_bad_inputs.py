@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,6 +16,7 @@ from tf_adaptive_dp.accounting.ledger import Releases
 X, Y = catalogue.data()
 NAN, INF = math.nan, math.inf
 LEDGER = Releases([(2.0, 100.0, 50)])
+TRIAL = dp_accounting.GaussianDpEvent(20.0)
 POISSON = dp.PoissonSampling(0.25, 33, steps=20)
 CANARIES = dp.auditing.Canaries(X, Y, seed=1)
 CLASS_ERROR = "`keras_optimizer_class` must be a subclass .*Received: "
@@ -307,6 +309,34 @@ ACCOUNTING = {
         V,
         received("max_examples_per_user", "0"),
     ),
+    "accounting": (
+        lambda: dp.tuning.composition_epsilon(TRIAL, 3, 1e-5, accounting="pld"),
+        T,
+        received("accounting", "'pld'"),
+    ),
+    "accounting of a search": (
+        lambda: dp.tuning.mean_trials_for_budget(TRIAL, 1.0, 1e-5, accounting="pld"),
+        T,
+        received("accounting", "'pld'"),
+    ),
+    "strategy": (
+        lambda: dp.tuning.noise_multiplier_for_selection("composition", None, 1.0, 1e-5),
+        T,
+        received("strategy", "'composition'"),
+    ),
+    "at most": (
+        lambda: dp.accounting.releases_left(LEDGER, 2.0, 100, 1000, 9.0, 1e-5, at_most="9"),
+        T,
+        received("at_most", "'9'"),
+    ),
+    "segments": (lambda: Releases(3), T, received("segments", "3")),
+    "checks": (lambda: Releases(checks=None), T, received("checks", "None")),
+    "groups of None": (
+        lambda: dp.sampling.CyclicPoissonSampling.for_batch_size(4, None, 10, 4),
+        T,
+        received("num_examples", "None"),
+    ),
+    "backup": (lambda: dp.callbacks.epoch_backup(None), T, received("folder", "None")),
     "tolerance": (lambda: dp.tuning.suggest_tolerance(0, 1), V, received("num_steps", "0")),
 }
 

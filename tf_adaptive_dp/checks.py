@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -86,6 +87,22 @@ def boolean(name: str, value: Any) -> bool:
     """Returns `value`, or raises TypeError if it is neither true nor false."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False. Received: {name}={value!r}")
+    return value
+
+
+def instance(name: str, value: Any, kind: type) -> Any:
+    """Returns `value`, or raises TypeError if it is not of a class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` must be of the class `{kind.__name__}`. Received: {name}={value!r}"
+        )
+    return value
+
+
+def path(name: str, value: Any) -> str | os.PathLike:
+    """Returns `value`, or raises TypeError if it is no path."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"`{name}` must be a path. Received: {name}={value!r}")
     return value
 
 

@@ -202,6 +202,7 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
       ValueError: if lengths differ, or a client has no rows or rows that are not there.
     """
     images, labels = np.asarray(images), np.asarray(labels)
+    checks.instance("partition", partition, Mapping)
     if len(images) != len(labels):
         raise ValueError(
             f"`images` and `labels` must have the same length. Received: {len(images)} images, "

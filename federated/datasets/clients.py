@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def random_clients(client_ids: Sequence[str], num_clients: int, seed: int) -> li
     >>> random_clients(["d", "b", "a", "c"], 2, seed=1)
     ['b', 'c']
     """
-    ordered = sorted(client_ids)
+    ordered = sorted(checks.instance("client_ids", client_ids, Iterable))
     checks.integer("num_clients", num_clients, 1)
     checks.integer("seed", seed, 0)
     if num_clients > len(ordered):
@@ -121,8 +121,11 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
       A `tff.simulation.datasets.ClientData`. Only the structure of one client is read.
 
     Raises:
+      TypeError: if an argument has the wrong type.
       ValueError: if `client_ids` is empty or names a client that `client_data` does not have.
     """
+    checks.instance("client_data", client_data, tff.simulation.datasets.ClientData)
+    client_ids = list(checks.instance("client_ids", client_ids, Iterable))
     unknown = sorted(set(client_ids) - set(client_data.client_ids))
     if unknown or not client_ids:
         raise ValueError(
@@ -130,7 +133,7 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
             f"{len(client_data.client_ids)}. Received: {unknown[:5] or 'none at all'}"
         )
     return tff.simulation.datasets.ClientData.from_clients_and_tf_fn(
-        list(client_ids), client_data.serializable_dataset_fn
+        client_ids, client_data.serializable_dataset_fn
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -102,8 +102,7 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
         could take part twice in a pass of the tree mechanism, or sooner or more often than banded
         noise is stated for.
     """
-    if not isinstance(privacy, UserLevelPrivacy):
-        raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
+    checks.instance("privacy", privacy, UserLevelPrivacy)
     _require_sampling(sampling)
     if sampling.examples_per_user is not None:
         raise ValueError(
@@ -164,8 +163,9 @@ def distinct_client_ids(client_ids: Sequence[str]) -> tuple[str, ...]:
     Raises:
       TypeError, ValueError: if they are not distinct strings, at least one.
     """
-    found = () if isinstance(client_ids, str) else tuple(client_ids)
-    if isinstance(client_ids, str) or not all(isinstance(c, str) for c in found):
+    is_list = isinstance(client_ids, Iterable) and not isinstance(client_ids, str)
+    found = tuple(client_ids) if is_list else ()
+    if not is_list or not all(isinstance(c, str) for c in found):
         raise TypeError(
             "`client_ids` must be a list of strings; `client.decode()` makes one of bytes, and "
             "`str(client)` of a number. "
@@ -256,7 +256,11 @@ class ClientSampler:
         >>> sampler.sampling.sampling_probability
         0.5
         """
-        rows = privacy.total_clients + 1 if max_clients is None else max_clients
+        checks.instance("privacy", privacy, UserLevelPrivacy)
+        checks.integer("num_rounds", num_rounds, 1)
+        rows = privacy.total_clients + 1
+        if max_clients is not None:
+            rows = checks.integer("max_clients", max_clients, 1)
         probability = privacy.clients_per_round / privacy.total_clients
         sampling = PoissonSampling(probability, rows, num_rounds)
         return cls(client_ids, sampling, key).checked(privacy)
@@ -288,6 +292,8 @@ class ClientSampler:
         >>> sampler.cohort(0) == sampler.cohort(2) == sampler.cohort(8)
         True
         """
+        checks.instance("privacy", privacy, UserLevelPrivacy)
+        checks.integer("num_rounds", num_rounds, 1)
         size = checks.integer("clients_per_round", privacy.clients_per_round, 1)
         return cls(client_ids, FixedOrder(size, num_rounds), key).checked(privacy)
 

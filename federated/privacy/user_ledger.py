@@ -71,11 +71,7 @@ class UserLedger:
     counts_rounds = True
 
     def __init__(self, privacy: UserLevelPrivacy, side_information: Any = None):
-        if not isinstance(privacy, UserLevelPrivacy):
-            raise TypeError(
-                f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}"
-            )
-        self.privacy = privacy
+        self.privacy = checks.instance("privacy", privacy, UserLevelPrivacy)
         self.side_information = SideInformation.of(side_information)
         self.sampling: str | None = None
         self.rounds_drawn = 0
@@ -461,7 +457,7 @@ class UserLedger:
             another mechanism, to another number of clients, or to trees or banded noise of other
             settings.
         """
-        information = plain["side_information"]
+        information = checks.instance("plain", plain, Mapping)["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
         ledger.sampling = plain["sampling"]
         ledger.order = plain.get("order")

@@ -33,6 +33,7 @@ from federated.runtime.connection import (
     WorkerMismatchError,
     check_versions,
 )
+from tf_adaptive_dp import checks
 
 __all__ = ["Runtime", "WorkerLostError", "WorkerMismatchError", "local_context", "remote_context"]
 
@@ -271,11 +272,6 @@ def unreachable(addresses: Sequence[str], timeout: float) -> list[str]:
         return [address for address, answered in zip(addresses, found) if not answered]
 
 
-def _check_timeout(timeout: float) -> None:
-    if not timeout > 0:
-        raise ValueError(f"`timeout` must be above 0 seconds. Received: timeout={timeout}.")
-
-
 def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) -> Runtime:
     """Computes in a worker on this machine that ends with this process, however that ends.
 
@@ -298,11 +294,13 @@ def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) 
       The context, now TFF's default.
 
     Raises:
-      ValueError: if an argument is out of range.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
       federated.WorkerStartError: if the worker does not start. A computation raises it if the
         replacement of a worker does not start.
     """
-    _check_timeout(timeout)
+    if max_concurrency is not None:
+        checks.integer("max_concurrency", max_concurrency, 1)
+    checks.number("timeout", timeout, 0, strict=True)
     return _LocalRuntime(max_concurrency, timeout)
 
 
@@ -330,7 +328,7 @@ def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtim
       WorkerMismatchError: if something other than a worker answers, or a worker with another
         version of TFF.
     """
-    _check_timeout(timeout)
+    checks.number("timeout", timeout, 0, strict=True)
     if isinstance(addresses, str) or not addresses:
         raise ValueError(
             "`addresses` must be a list of at least one worker. "

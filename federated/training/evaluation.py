@@ -161,12 +161,12 @@ class Evaluation:
         mode: str = "auto",
     ):
         self.every = checks.integer("every", every, 1)
-        self.best = best
+        self.best = None if best is None else checks.instance("best", best, str)
         checks.choice("mode", mode, MODES)
         datasets = getattr(client_data, "create_tf_dataset_for_client", client_data)
         if client_ids is None:
             client_ids = getattr(client_data, "client_ids", None)
-        if not callable(datasets) or client_ids is None or not list(client_ids):
+        if not callable(datasets) or client_ids is None:
             raise TypeError(
                 "`client_data` must be a `tff.simulation.datasets.ClientData`, or a function from "
                 "a client id to a `tf.data.Dataset` with at least one of `client_ids`. Received: "

@@ -15,6 +15,7 @@ import tensorflow_federated as tff
 
 from federated.clients.client_work import LEARNING_RATE_EDGES
 from federated.privacy.user_level import UserLevelPrivacy
+from tf_adaptive_dp import checks
 
 _PREFIX = "not_private/"
 # They reveal the size of the cohort, which is secret if clients are drawn at random.
@@ -64,6 +65,7 @@ def scalars(
       >>> dict(scalars(metrics, UserLevelPrivacy(1.0, 10, 100, clip=0.5)))
       {'privacy/clip_norm': 0.5, 'privacy/noise_stddev': 0.05, 'not_private/train/loss': 0.5}
     """
+    checks.instance("metrics", metrics, Mapping)
     figures: OrderedDict[str, float | list[float]] = OrderedDict()
     private = privacy is not None
     clips = [float(value) for path, value in _leaves(metrics) if "dp_query_metrics" in path]
@@ -180,8 +182,13 @@ def monitors(
 
     Returns:
       TFF's release managers.
+
+    Raises:
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
     """
-    directory = Path(directory)
+    directory = Path(checks.path("directory", directory))
+    if num_rounds is not None:
+        checks.integer("num_rounds", num_rounds, 1)
     table = tff.program.CSVFileReleaseManager(
         # TFF rewrites the whole file and renames it, so that no row is ever torn.
         directory / "figures.csv",

@@ -504,6 +504,7 @@ def train(
       RuntimeError: if the run is in progress elsewhere.
     """
     checks.integer("num_rounds", num_rounds, 1)
+    checks.path("directory", directory)
     checks.integer("evaluate_every", evaluate_every, 1)
     checks.integer("max_failures", max_failures, 0)
     if evaluation is not None and not isinstance(evaluation, Evaluation):

@@ -287,6 +287,7 @@ def releases_left(
       13040
     """
     budget = checks.number("epsilon", epsilon, 0, strict=True)
+    checks.integer("at_most", at_most, 0)
     _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     one = _checked((noise_multiplier, batch_size, 1), num_examples)

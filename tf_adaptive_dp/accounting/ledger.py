@@ -99,7 +99,7 @@ class Releases:
       chosen_by_search: see `Ledger`.
 
     Raises:
-      TypeError: if `other_events` is not a list of events.
+      TypeError: if `other_events` is not a list of events, or another list is none.
 
     >>> Releases([(2.0, 200.0, 6_000)]).segments
     [(2.0, 200.0, 6000)]
@@ -117,6 +117,8 @@ class Releases:
         # They are read several times for one ε, and an iterator would be empty from then on.
         for name in ("segments", "checks"):
             value = getattr(self, name)
+            if not isinstance(value, Iterable):
+                raise TypeError(f"`{name}` must be a list. Received: {name}={value!r}")
             if not isinstance(value, (list, tuple)):
                 object.__setattr__(self, name, tuple(value))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.models import start_at_epoch
 from tf_adaptive_dp.durable import files
@@ -64,6 +65,7 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
       `ReleaseLog` as well, for the releases since then.
 
     Raises:
+      TypeError: if `folder` is no path.
       ValueError: if Keras 2 could not restore from the folder.
 
     Example:
@@ -84,6 +86,7 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
       >>> train(epochs=1), train(epochs=3)
       (3, 9)
     """
+    checks.path("folder", folder)
     if GENERATION == 3:
         return EpochBackup(folder)
     if "[" in os.path.abspath(folder):

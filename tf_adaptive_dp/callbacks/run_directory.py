@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs
 from tf_adaptive_dp.callbacks.backups import epoch_backup
@@ -155,9 +156,7 @@ class RunDirectory:
         fingerprint: Fingerprint | None = None,
         keeps_keys: bool = False,
     ):
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"`directory` must be a path. Received: directory={path!r}")
-        self._path = Path(path)
+        self._path = Path(checks.path("directory", path))
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):

@@ -118,6 +118,7 @@ class CyclicPoissonSampling(RandomSizes):
           As `PoissonSampling.for_batch_size`.
         """
         checks.integer("num_groups", num_groups, 2)
+        checks.integer("num_examples", num_examples, 1)
         if num_groups * checks.number("batch_size", batch_size, 0, strict=True) > num_examples:
             raise ValueError(
                 "`num_groups` batches together must not be larger than the data: use fewer groups "

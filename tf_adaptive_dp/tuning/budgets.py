@@ -90,6 +90,12 @@ def _least_noise(
 ) -> float | None:
     """`noise_multiplier_for_selection`, or `None` if no noise multiplier meets the budget."""
     _check_budget(epsilon)
+    if not callable(getattr(strategy, "epsilon", None)):
+        raise TypeError(
+            "`strategy` must be a strategy of `tf_adaptive_dp.tuning`, such as `RepeatAndSelect`. "
+            f"Received: strategy={strategy!r}"
+        )
+    checks.instance("accounting", accounting, Accounting)
     checks.probability("delta", delta)
     checks.probability("tolerance", tolerance)
     if isinstance(make_trial, dp_accounting.DpEvent) or not callable(make_trial):
@@ -255,7 +261,7 @@ def mean_trials_for_budget(
         # A mean of 1 may fit by PLD only.
         return _largest_mean(fits, low) if low > 1 or fits(1.0) else low
 
-    chosen = accounting.accountant
+    chosen = checks.instance("accounting", accounting, Accounting).accountant
     _check_first_trial(spent(1.0, chosen), epsilon, "repeat-and-select with a mean of 1")
     found = composition.largest_within(fits, chosen, search, 1.0)
     return _four_digits(found, math.floor, lambda mean: mean == 1 or fits(mean, chosen))

@@ -65,6 +65,7 @@ def composition_epsilon(
       0.795
     """
     conversion.checked_event("trial", trial)
+    checks.instance("accounting", accounting, Accounting)
     checks.integer("num_trials", num_trials, 1)
     checks.probability("delta", delta)
     composed = dp_accounting.SelfComposedDpEvent(trial, int(num_trials))
@@ -120,6 +121,7 @@ def liu_talwar_epsilon(
       2.278
     """
     conversion.checked_event("trial", trial)
+    checks.instance("accounting", accounting, Accounting)
     delta_1 = liu_talwar_delta_1(gamma, delta, delta_2)
     single = conversion.epsilon_of(trial, delta_1, accounting)
     return 3 * single + 3 * math.sqrt(2 * delta_1)
@@ -253,6 +255,7 @@ def repeat_and_select_epsilon(
       0.898
     """
     conversion.checked_event("trial", trial)
+    checks.instance("accounting", accounting, Accounting)
     checks.number("mean_trials", mean_trials, 1)
     checks.probability("delta", delta)
     check_shape(shape)

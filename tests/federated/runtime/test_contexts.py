@@ -753,7 +753,7 @@ def test_a_context_that_is_closed_while_it_computes_says_so(kept_workers):
     ("call", "message"),
     [
         (lambda: contexts.local_context(0), "`max_concurrency` must be at least 1"),
-        (lambda: contexts.local_context(timeout=0), "`timeout` must be above 0"),
+        (lambda: contexts.local_context(timeout=0), "`timeout` must be finite and greater than 0"),
         (lambda: contexts.remote_context([]), "`addresses` must be a list"),
         (lambda: contexts.remote_context("ada:8000"), "`addresses` must be a list"),
         (lambda: contexts.remote_context(["ada"]), "must be like .* Received: 'ada'"),
@@ -761,7 +761,10 @@ def test_a_context_that_is_closed_while_it_computes_says_so(kept_workers):
         (lambda: contexts.remote_context(["http://ada:80"]), "must be like"),
         (lambda: contexts.remote_context(["::1:80"]), "must be like"),
         (lambda: contexts.remote_context(["a:1", "a:1"]), "must name each worker once"),
-        (lambda: contexts.remote_context(["a:1"], timeout=-1), "`timeout` must be above 0"),
+        (
+            lambda: contexts.remote_context(["a:1"], timeout=-1),
+            "`timeout` must be finite and greater than 0",
+        ),
         (lambda: worker.WorkerProcess(70_000), "`port` must be from 1 to 65535"),
     ],
 )
