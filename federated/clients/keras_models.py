@@ -222,7 +222,8 @@ def _require_layers_that_tff_calls(model: tff.learning.models.VariableModel) -> 
     """
     before = {metric.name: len(metric.variables) for metric in model.get_metrics()}
     try:
-        tf.function(model.forward_pass).get_concrete_function(model.input_spec)
+        for spec in (model.input_spec, _of_two_rows(model.input_spec)):
+            tf.function(model.forward_pass).get_concrete_function(spec)
     except (TypeError, ValueError) as error:
         if type(error).__name__ == "InaccessibleTensorError":  # which has no public name
             raise TypeError(
@@ -238,7 +239,8 @@ def _require_layers_that_tff_calls(model: tff.learning.models.VariableModel) -> 
                 "`model_fn` must return a model whose loss and metrics can be computed from "
                 "batches of `input_spec`. If x and y have no axis for the batch there, batch the "
                 "clients' data sets, as with "
-                "`client_data.preprocess(lambda dataset: dataset.batch(16))`. "
+                "`client_data.preprocess(lambda dataset: dataset.batch(16))`. Labels in one-hot "
+                "form need a loss that is not sparse, and numbers of classes a sparse one. "
                 f"Received: {str(error).strip().splitlines()[-1].strip()}, for "
                 f"input_spec={model.input_spec!r}"
             ) from error
@@ -255,6 +257,17 @@ def _require_layers_that_tff_calls(model: tff.learning.models.VariableModel) -> 
             f"`__init__`, since TFF computes their results without a batch; {_BY_HAND}. Received: "
             f"variables that come with the first batch in the metrics {', '.join(late)}"
         )
+
+
+def _of_two_rows(spec: Any) -> Any:
+    """The spec of batches of two rows, whose shapes show more before any data are read.
+
+    Whether a sparse loss got labels in one-hot form shows only by the number of rows.
+    """
+    parts = tf.nest.flatten(spec)
+    if not all(part.shape.rank and part.shape[0] is None for part in parts):
+        return spec
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([2, *s.shape[1:]], s.dtype), spec)
 
 
 def _layer_that_raised(error: BaseException) -> str:

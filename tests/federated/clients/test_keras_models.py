@@ -20,6 +20,10 @@ def layers(units=4, **options):
     )
 
 
+def one_output():
+    return layers(1)
+
+
 def functional(units=4):
     x = tf.keras.Input([3])
     hidden = tf.keras.layers.Dense(2, kernel_initializer="ones", kernel_regularizer="l2")(x)
@@ -231,9 +235,14 @@ class InSession(tf.keras.metrics.MeanAbsoluteError):
             TypeError,
             "decide nothing by the value.*the layer 'bounded', a `SpectralNormalization`",
         ),
-        (compiled(loss="mse", metrics=[Late("late")]), SPEC, TypeError, "first batch.* late$"),
         (
-            compiled(loss="mse", metrics=[InSession("slow")]),
+            compiled(one_output, loss="mse", metrics=[Late("late")]),
+            SPEC,
+            TypeError,
+            "first batch.* late$",
+        ),
+        (
+            compiled(one_output, loss="mse", metrics=[InSession("slow")]),
             SPEC,
             TypeError,
             "must reset their state by.*the metric 'slow', a `InSession`",
@@ -285,6 +294,18 @@ def test_what_has_no_counterpart_is_refused_with_a_cure(model_fn, spec, error, m
         converted(model_fn, spec)
 
 
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", "categorical_crossentropy"])
+@pytest.mark.parametrize("names", [None, ["x", "y"]])
+def test_labels_in_another_form_than_the_loss_takes_are_refused(loss, names):
+    numbers, one_hot = SPEC, (SPEC[0], tf.TensorSpec([None, 4], tf.float32))
+    fits, other = (numbers, one_hot) if loss.startswith("sparse") else (one_hot, numbers)
+    if names:
+        fits, other = (dict(zip(names, spec)) for spec in (fits, other))
+    assert converted(compiled(loss=loss), fits)
+    with pytest.raises(ValueError, match="Labels in one-hot form need a loss that is not sparse"):
+        converted(compiled(loss=loss), other)
+
+
 def test_a_model_may_compute_in_bfloat16():
     dtype = tf.keras.mixed_precision.Policy("mixed_bfloat16")
     model = converted(compiled(lambda: layers(1, dtype=dtype), loss="mse"))
@@ -315,7 +336,7 @@ def test_what_is_no_compiled_model_is_left_as_it_is():
     assert with_tff_models(None) is None
     assert with_tff_models(lambda: 7)() == 7
     assert with_tff_models(lambda: model)() is model  # not compiled: `made_model` refuses it
-    once = with_tff_models(compiled(loss="mse"), SPEC)
+    once = with_tff_models(compiled(one_output, loss="mse"), SPEC)
     assert with_tff_models(once) is once
 
 
@@ -336,7 +357,7 @@ def test_the_weights_of_the_model_are_those_that_the_server_begins_with(context)
 
 @pytest.mark.parametrize("optimizer", [tf.keras.optimizers.Adam, tf.keras.optimizers.legacy.Adam])
 def test_a_model_may_be_compiled_with_an_optimizer_object(optimizer):
-    model = converted(compiled(optimizer=optimizer(1e-3), loss="mse", metrics=["mae"]))
+    model = converted(compiled(one_output, optimizer=optimizer(1e-3), loss="mse", metrics=["mae"]))
     assert "mae" in model.metric_finalizers()
 
 
@@ -344,7 +365,7 @@ def normalizing(**options):
     inner = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Normalization(**options)])
     if not options:
         inner.layers[0].adapt(np.random.default_rng(0).normal(1000.0, 50.0, [99, 3]))
-    return tf.keras.Sequential([tf.keras.Input([3]), inner, layers().layers[0]])
+    return tf.keras.Sequential([tf.keras.Input([3]), inner, layers(1).layers[0]])
 
 
 @pytest.mark.parametrize("options", [{}, {"mean": 1000.0, "variance": 2500.0}], ids=["adapted", ""])
