@@ -93,9 +93,8 @@ def boolean(name: str, value: Any) -> bool:
 def instance(name: str, value: Any, kind: type) -> Any:
     """Returns `value`, or raises TypeError if it is not of a class."""
     if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` must be of the class `{kind.__name__}`. Received: {name}={value!r}"
-        )
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        raise TypeError(f"`{name}` must be {article} `{kind.__name__}`. Received: {name}={value!r}")
     return value
 
 
