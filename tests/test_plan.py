@@ -106,6 +106,14 @@ def test_a_plan_tells_its_optimizer_that_it_normalizes_the_inputs():
     assert not hasattr(plan.optimizer(dp.DPSGD, learning_rate=0.1), "normalized_inputs")
 
 
+def test_a_plan_says_if_measuring_takes_more_than_a_quarter_of_its_steps():
+    optimizer = planned(noise_multiplier=0.5).optimizer(dp.ADADP, "measured")
+    assert optimizer.batches_to_measure == 4  # 2 + ⌊(25 · 0.5 / 8)² / 2⌋ is odd
+    with pytest.warns(UserWarning, match="^6 of 16 steps will measure the norms of gradients"):
+        planned().optimizer(dp.DPAdam, "measured")
+    assert planned().optimizer(dp.ADADP).batches_to_measure == 0
+
+
 BAD = {
     "neither": ({"noise_multiplier": None}, ValueError, "either `epsilon` or `noise_multiplier`"),
     "both": ({"epsilon": 1.0}, ValueError, "either `epsilon` or `noise_multiplier`"),

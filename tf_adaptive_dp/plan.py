@@ -345,7 +345,7 @@ class PrivacyPlan:
         return f"PrivacyPlan({', '.join(values)})"
 
     def optimizer(
-        self, optimizer_class: type, l2_norm_clip: float | None = None, **kwargs: Any
+        self, optimizer_class: type, l2_norm_clip: float | str | None = None, **kwargs: Any
     ) -> tf.keras.optimizers.Optimizer:
         """Makes an optimizer with the noise and the batch size of the plan.
 
@@ -353,8 +353,8 @@ class PrivacyPlan:
 
         Args:
           optimizer_class: `UntunedSGD` or another optimizer class of the library.
-          l2_norm_clip: C, the bound on the L2 norm of each example's gradient. `None` means 1, or
-            that the optimizer finds its scales by itself, as `UntunedSGD` does.
+          l2_norm_clip: C, the bound on the L2 norm of each example's gradient, or `"measured"`.
+            `None` means 1, or that the optimizer finds its scales by itself, as `UntunedSGD` does.
           **kwargs: other arguments of the class.
 
         Raises:
@@ -400,6 +400,13 @@ class PrivacyPlan:
             made.ledger.other_events = self.other_events
         self._training.check_optimizer(made)
         self._training.note_optimizer(made)
+        if made.batches_to_measure > self.steps / 4:
+            warnings.warn(
+                f"{made.batches_to_measure} of {self.steps} steps will measure the norms of "
+                "gradients, and change no weights: the noise is large beside the batch size. Use "
+                "larger batches, or pass a number as `l2_norm_clip`, such as 1.0.",
+                stacklevel=2,
+            )
         return made
 
     def normalization(self, x: Any, axis: int | None = -1) -> PrivateNormalization:
