@@ -261,7 +261,7 @@ def test_batches_that_vary_without_expected_batch_size_are_an_error(mode, second
 
     run = zoo.in_mode(mode, step, [rows])
     run(rows[:4])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="pass `expected_batch_size`"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Pass `expected_batch_size`"):
         run(rows[:second])
     assert mechanism.ledger.segments == [(1.0, 4.0, 1)]
     run(rows[:4])
@@ -368,7 +368,7 @@ def test_microbatches_need_batches_of_one_size(mode, expected_batch_size):
     x = zoo.floats(8, 3)
     step = zoo.in_mode(mode, linear_step(mechanism), [x])
     step(x)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="no `num_microbatches`"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="without `num_microbatches`"):
         step(x[:4])
     assert mechanism.ledger.segments == [(0.0, 8.0, 1)]
 

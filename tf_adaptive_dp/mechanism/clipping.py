@@ -308,20 +308,8 @@ class AdaptiveClipping(Clipping):
 
 
 def is_measured(l2_norm_clip: Any) -> bool:
-    """Whether a clip norm is to be found in the first batches; anything else must be a number.
-
-    Args:
-      l2_norm_clip: what the caller passed.
-
-    Raises:
-      TypeError: if it is another string than `"measured"`.
-    """
-    if isinstance(l2_norm_clip, str) and l2_norm_clip != MEASURED:
-        raise TypeError(
-            f"`l2_norm_clip` must be a number or {MEASURED!r}. Received: "
-            f"l2_norm_clip={l2_norm_clip!r}"
-        )
-    return isinstance(l2_norm_clip, str)
+    """Whether a clip norm is to be found in the first batches, instead of a number."""
+    return isinstance(l2_norm_clip, str) and l2_norm_clip == MEASURED
 
 
 def get_clipping(value: Any) -> Clipping:

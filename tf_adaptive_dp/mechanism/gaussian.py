@@ -157,7 +157,8 @@ class GaussianMechanism:
             self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
         self.histograms = Histograms(None, add_variable) if self.measures_clip else None
         self._noise_multiplier = hyperparameter(0.0)
-        self.l2_norm_clip = 1.0 if isinstance(l2_norm_clip, str) else l2_norm_clip
+        clip = 1.0 if self.measures_clip else checks.number("l2_norm_clip", l2_norm_clip, SMALLEST)
+        self._l2_norm_clip.assign(clip)
         self.noise_multiplier = noise_multiplier
         if num_microbatches is not None:
             num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
