@@ -17,6 +17,7 @@ import tensorflow_federated as tff
 
 from federated.clients.keras_models import with_tff_models
 from federated.clients.tff_types import check_optimizer, made_model
+from tf_adaptive_dp import checks
 
 ModelFn = Callable[[], Union[tff.learning.models.VariableModel, tf.keras.Model]]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
@@ -68,7 +69,8 @@ def build_client_work(
       TypeError: if an argument has the wrong type.
     """
     check_optimizer("client_optimizer", client_optimizer)
-    _check_enums(weighting, loop_implementation)
+    checks.instance("weighting", weighting, tff.learning.ClientWeighting)
+    checks.instance("loop_implementation", loop_implementation, type(REDUCE))
     model_fn = with_tff_models(model_fn, input_spec)
     loop: Loop = iterate
     if loop_implementation is REDUCE:
@@ -405,16 +407,6 @@ def _weights_type(model: Any) -> tff.Type:
         for weights in model.initial_weights
     )
     return tff.types.tensorflow_to_type(tff.learning.models.ModelWeights(trainable, non_trainable))
-
-
-def _check_enums(weighting: Any, loop_implementation: Any) -> None:
-    expected = [
-        ("weighting", weighting, tff.learning.ClientWeighting),
-        ("loop_implementation", loop_implementation, tff.learning.LoopImplementation),
-    ]
-    for name, value, kind in expected:
-        if not isinstance(value, kind):
-            raise TypeError(f"`{name}` must be a `{kind.__name__}`. Received: {name}={value!r}")
 
 
 # Half decades from 1e-6 to 1e2. The first and the last bucket of the histogram are open-ended.

@@ -225,9 +225,7 @@ def build_dp_fed_avg(
       ValueError: if there is side information in two places, or `clients_per_group` is impossible.
     """
     model_fn = with_tff_models(model_fn, input_spec)
-    if not isinstance(privacy, UserLevelPrivacy):
-        raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
-    factory = privacy.aggregator()
+    factory = checks.instance("privacy", privacy, UserLevelPrivacy).aggregator()
     if preconditioner is not None:
         if not isinstance(preconditioner, ClientPreconditioner):
             raise TypeError(
