@@ -307,11 +307,6 @@ class AdaptiveClipping(Clipping):
         return tf.clip_by_value(tf.cast(l2_norm_clip, tf.float64) * factor, SMALLEST, LARGEST)
 
 
-def is_measured(l2_norm_clip: Any) -> bool:
-    """Whether a clip norm is to be found in the first batches, instead of a number."""
-    return isinstance(l2_norm_clip, str) and l2_norm_clip == MEASURED
-
-
 def get_clipping(value: Any) -> Clipping:
     """Returns the clipping that an argument stands for, as `tf.keras.losses.get` does for losses.
 

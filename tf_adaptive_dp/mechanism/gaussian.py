@@ -25,11 +25,11 @@ from tf_adaptive_dp.mechanism.accumulation import Accumulator
 from tf_adaptive_dp.mechanism.batch_sizes import BatchSizes, assert_true, hyperparameter
 from tf_adaptive_dp.mechanism.clipping import (
     LARGEST,
+    MEASURED,
     SMALLEST,
     AdaptiveClipping,
     Clipping,
     get_clipping,
-    is_measured,
     total_norms,
 )
 from tf_adaptive_dp.mechanism.correlated_noise import NO_KEY, CorrelatedNoise
@@ -148,7 +148,7 @@ class GaussianMechanism:
         """
         self.clipping = get_clipping(clipping)
         self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
-        self.measures_clip = is_measured(l2_norm_clip)
+        self.measures_clip = isinstance(l2_norm_clip, str) and l2_norm_clip == MEASURED
         if self.finds_clip:  # C is state, like the weights
             self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
         else:

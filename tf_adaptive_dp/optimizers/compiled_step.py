@@ -31,10 +31,10 @@ _UNFINISHED = (
 )
 
 _ONLY_MEASURED = (
-    "No weights have changed: all {releases} batches so far were used to measure the norms of "
-    "gradients, for which noise and batch size need {needed}, and more if hardly any gradient "
-    "stands out from the noise. Train for more steps or in larger batches, or use an optimizer "
-    "with a given clip norm, such as `ADADP(l2_norm_clip=1.0, ...)`."
+    "No weights have changed: all {releases} batches so far measured the norms of gradients. At "
+    "this noise and batch size that will need {needed}, and more if few gradients stand out from "
+    "the noise. Train for more steps or in larger batches, or use an optimizer with a given clip "
+    "norm, such as `ADADP(l2_norm_clip=1.0, ...)`."
 )
 
 _OF_ANOTHER = (
