@@ -307,10 +307,11 @@ def test_a_plan_has_the_sampling_and_the_noise_of_its_bands():
     plan = plan_of()
     assert isinstance(plan.sampling, CyclicPoissonSampling)
     assert plan.sampling.num_groups == BANDS and plan.steps == N // B * EPOCHS
-    assert plan.optimizer(dp.DPAdam).noise == BandedNoise(BANDS)
+    for make in (dp.DPAdam, dp.ADADP):
+        assert plan.optimizer(make).noise == BandedNoise(BANDS)
     assert "drawn from 3 groups" in plan.describe() and "BandedNoise(bands=3)" in repr(plan)
     with pytest.raises(ValueError, match="`noise` must be IndependentNoise"):
-        plan.optimizer(dp.ADADP)
+        plan.optimizer(dp.DPAdamWOSM)
     with pytest.raises(TypeError, match="Received: noise"):
         plan.optimizer(dp.DPSGD, noise=BandedNoise(2))
     other = dp.DPSGD(1.0, 1.0, expected_batch_size=plan.expected_batch_size)

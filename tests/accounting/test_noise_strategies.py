@@ -69,15 +69,27 @@ def test_the_error_of_sums_is_that_of_dense_matrices(strategy, steps):
     np.testing.assert_allclose(strategy.deviations(steps), single, rtol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["independent", "2 bands", "5 bands", "of one's own"])
+def test_the_noise_of_late_steps_is_that_of_dense_matrices(name):
+    strategy, steps = TOEPLITZ[name], 600
+    noise = noise_matrix(strategy, steps)
+    difference = np.linalg.norm(noise[-1] - noise[-2]) / np.sqrt(2)
+    assert strategy.difference_deviation() == pytest.approx(difference, rel=1e-6)
+    of_sum = np.linalg.norm(noise.sum(axis=0)) / np.sqrt(steps)
+    assert strategy.drift_deviation() == pytest.approx(of_sum, rel=0.02)
+
+
 @pytest.mark.parametrize("bands", range(2, 7))
 def test_the_noise_of_a_step_is_bounded_unless_coefficients_are_equal_in_blocks(bands):
     grows = set()
     for falls in itertools.product([False, True], repeat=bands - 1):
         coefficients = 1 / (1.0 + np.cumsum([0, *falls]))
-        short, long = ToeplitzNoise(tuple(coefficients)).deviations(4000)[[1999, 3999]]
+        strategy = ToeplitzNoise(tuple(coefficients))
+        short, long = strategy.deviations(4000)[[1999, 3999]]
         # c_b = 0 is a fall, too.
         common = math.gcd(bands, *(k for k, fall in enumerate(falls, 1) if fall))
         assert long / short == pytest.approx(math.sqrt(2) if common > 1 else 1, rel=1e-2)
+        assert strategy.is_bounded == (common == 1)
         grows.add(common > 1)
     assert grows == {False, True}
 

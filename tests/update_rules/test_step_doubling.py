@@ -1,5 +1,7 @@
 """The pure functions of ADADP against NumPy, and at the ends of what they can be given."""
 
+import math
+
 import hypothesis
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tf_adaptive_dp.update_rules.step_doubling import (
     decayed_tolerance,
     default_tolerance,
     error_estimate,
+    error_of_sums,
     factor_bounds,
     next_tolerance,
     share_of_step,
@@ -74,6 +77,29 @@ def test_a_large_variable_has_the_error_of_its_parts(largest):
 def test_points_of_other_types_are_compared_in_float32(dtype):
     actual = error_estimate([tf.constant([3.0, 0.5], dtype)], [tf.constant([0.0, 0.5], dtype)])
     assert actual.dtype == tf.float32 and float(actual) == 1.0
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (1.9, 0.4),  # nothing but noise
+        (1.0, 0.4),  # less than its expectation
+        (5.0, math.hypot(math.sqrt(25 - 1.9**2), 0.4)),
+        (1e6, 1e6),
+        (INF, INF),
+        (NAN, NAN),
+    ],
+)
+def test_the_error_of_sums_is_what_noise_does_not_explain_and_what_stays_of_it(error, expected):
+    actual = error_of_sums(tf.constant(error), tf.constant(2.0), in_difference=0.95, in_sums=0.2)
+    assert actual.dtype == tf.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@hypothesis.given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_independent_noise_needs_no_correction(error, noise):
+    actual = error_of_sums(tf.constant(error), tf.constant(noise), in_difference=1.0, in_sums=1.0)
+    np.testing.assert_allclose(actual, max(error, noise), rtol=1e-5, atol=1e-18)
 
 
 @pytest.mark.parametrize("error", [1e-6, 0.5, 0.92, 1.0, 1.07, 2.0, 1e6])

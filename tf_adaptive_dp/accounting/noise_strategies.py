@@ -55,6 +55,8 @@ __all__ = [
 # The norm of normalized coefficients differs from 1 by less than this.
 _ROUNDING_OF_NORM = 1e-14
 MAX_BANDS = 1024
+# Steps after which the noise of a step has the deviation that it keeps.
+_SETTLED = 4 * MAX_BANDS
 
 
 class NoiseStrategy(abc.ABC):
@@ -152,6 +154,35 @@ class ToeplitzStrategy(NoiseStrategy):
     def sum_deviations(self, steps: int) -> np.ndarray:
         """See `NoiseStrategy`."""
         return np.sqrt(np.cumsum(np.cumsum(self.noise_coefficients(steps)) ** 2))
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the noise of a step is bounded however many steps there are: `ToeplitzNoise`."""
+        following = (*self.coefficients[1:], 0.0)
+        falls = [k for k, (c, n) in enumerate(zip(self.coefficients, following), 1) if c > n]
+        return math.gcd(*falls) == 1
+
+    def difference_deviation(self) -> float:
+        """The standard deviation of (w_t - w_{t-1})/√2 in late steps, if that of z is 1.
+
+        It is 1 for independent noise, and more for noise that takes earlier noise back. It is for
+        strategies that are bounded (`is_bounded`).
+
+        >>> round(BandedNoise(2).difference_deviation(), 3)
+        1.581
+        """
+        noise = self.noise_coefficients(_SETTLED)
+        return float(np.linalg.norm(np.diff(noise, prepend=0.0))) / math.sqrt(2)
+
+    def drift_deviation(self) -> float:
+        """What `sum_deviations(T)[-1]` / √T tends to for many steps: 1 / Σ_k c_k.
+
+        A sum of many steps has the noise of steps with independent noise of this deviation.
+
+        >>> round(BandedNoise(2).drift_deviation(), 3)
+        0.745
+        """
+        return 1 / sum(self.coefficients)
 
     def memory(self, steps: int) -> int:
         """How many steps of z matter to w_t: the sum of |d_k| over earlier ones is below 1e-9.

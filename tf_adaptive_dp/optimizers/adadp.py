@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, add_state, decays, slot_index
+from tf_adaptive_dp.accounting.noise_strategies import ToeplitzStrategy
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import RateAdaptingOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -46,6 +48,11 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
 
     With `clipping="adaptive"`, G₁ and G₂ are divided by the clip norms that they were released
     with, so η depends neither on the units of the loss nor on how the clip norm moves.
+
+    With correlated noise (`noise=BandedNoise(b)`), err would hold noise that the next steps take
+    back. Its noise is known, so the noise that stays in sums of steps takes its place; see
+    `update_rules.step_doubling.error_of_sums`. `TreeNoise` differs from step to step, and is
+    refused.
 
     With side information, steps follow preconditioned gradients, and err compares points of that
     flow. `PublicGradients` stays constant during the two minibatches of a step.
@@ -103,10 +110,6 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
     w = 0.10, next η = 0.20
     """
 
-    needs_independent_noise = (
-        "its error estimate is the distance between two gradients with independent noise"
-    )
-
     def __init__(
         self,
         l2_norm_clip: float,
@@ -153,6 +156,16 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         self.tolerance, self.tolerance_decay = settings.tolerance, settings.tolerance_decay
         self.alpha_min, self.alpha_max = settings.alpha_min, settings.alpha_max
         self.keep, self.discard = settings.keep, settings.discard
+        noise = self.noise
+        if not isinstance(noise, ToeplitzStrategy) or not noise.is_bounded:
+            raise ValueError(
+                "`noise` must be IndependentNoise() or BandedNoise(bands) for ADADP: it compares "
+                "gradients that are equally noisy. In trees, and with a ToeplitzNoise of equal "
+                f"coefficients, the noise differs from step to step. Received: noise={noise!r}"
+            )
+        # In units of independent noise; see `_of_sums`.
+        self._noise_in_difference = noise.difference_deviation()
+        self._noise_in_sums = noise.drift_deviation()
         self.initial_factor = checks.number("initial_factor", initial_factor, 1)
         self.normalized_inputs = checks.boolean("normalized_inputs", normalized_inputs)
         if freeze_learning_rate_after is not None:
@@ -201,10 +214,11 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         judge = odd & ~frozen & ~self._mechanism.measures()
 
         def error_of_the_pair() -> tf.Tensor:
-            return step_doubling.error_estimate(
-                [v - tf.cast(eta / 2, v.dtype) * g for g, v in grads_and_vars],
-                [self._euler_points[slot_index(self, v)] for _, v in grads_and_vars],
+            points = [v - tf.cast(eta / 2, v.dtype) * g for g, v in grads_and_vars]
+            error = step_doubling.error_estimate(
+                points, [self._euler_points[slot_index(self, v)] for _, v in grads_and_vars]
             )
+            return error if self.noise.is_independent else self._of_sums(error, eta, points)
 
         # Every second minibatch only, since this is a pass over all parameters.
         error = tf.cond(judge, error_of_the_pair, lambda: tf.zeros([]))
@@ -251,12 +265,25 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
 
         variable.assign(tf.cond(pair.judge, second, first))
 
+    def _of_sums(self, error: tf.Tensor, eta: tf.Tensor, points: Sequence[tf.Tensor]) -> tf.Tensor:
+        """err with the noise that stays in sums of steps; see `step_doubling.error_of_sums`."""
+        points = [tf.cast(point, tf.float32) for point in points]
+        relative = step_doubling.relative_norm([tf.ones_like(p) for p in points], points)
+        return step_doubling.error_of_sums(
+            error,
+            eta / math.sqrt(2) * self._mechanism.noise_stddev() * relative,
+            self._noise_in_difference,
+            self._noise_in_sums,
+        )
+
     def _tolerance_now(self) -> tf.Tensor:
         first = self.tolerance
         if first is None:
             num_parameters = sum(point.shape.num_elements() for point in self._euler_points)
             first = step_doubling.default_tolerance(
-                num_parameters, self.normalized_inputs, self._mechanism.sigma()
+                num_parameters,
+                self.normalized_inputs,
+                self._mechanism.sigma() * self._noise_in_sums,
             )
         return step_doubling.decayed_tolerance(first, self.iterations // 2, self.tolerance_decay)
 

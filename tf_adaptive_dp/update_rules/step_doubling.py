@@ -112,6 +112,37 @@ def relative_norm(differences: Sequence[tf.Tensor], points: Sequence[tf.Tensor])
     return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(s) for s in scaled]))
 
 
+def error_of_sums(
+    error: tf.Tensor, independent: tf.Tensor, in_difference: float, in_sums: float
+) -> tf.Tensor:
+    """err as it would be if its noise were independent, with as little of it in sums of steps.
+
+    Correlated noise takes part of itself back in the next steps. So two gradients in a row differ
+    by more noise than there is in either, while the weights, sums of gradients, keep less. The
+    noise in err is known: κe, where e is what independent noise of the same σ would add. Here ρe
+    takes its place, by which the noise of sums grows in each step:
+
+        err ← √(max(err² − κ²e², 0) + ρ²e²)
+
+    So η is as large as the noise that remains allows, and differences that noise does not explain
+    still lower it. This correction is our addition.
+
+    Args:
+      error: err, scalar.
+      independent: e, scalar: η/√2 · σC/L · ‖1 / max(1, |θ̃|)‖₂ over all weights.
+      in_difference: κ, see `ToeplitzStrategy.difference_deviation`.
+      in_sums: ρ, see `ToeplitzStrategy.drift_deviation`.
+
+    Returns:
+      Scalar, float32; infinite or NaN if err is.
+
+    >>> [round(float(error_of_sums(e, 1.0, 1.9, 0.2)), 2) for e in (1.9, 3.0)]
+    [0.2, 2.33]
+    """
+    beyond_noise = tf.maximum(tf.square(error) - tf.square(in_difference * independent), 0.0)
+    return tf.sqrt(beyond_noise + tf.square(in_sums * independent))
+
+
 def _relative(difference: tf.Tensor, point: tf.Tensor) -> tf.Tensor:
     """d / max(1, |θ̃|)."""
 
@@ -264,7 +295,7 @@ def default_tolerance(
       num_parameters: d.
       normalized_inputs: whether the inputs have mean 0 and variance 1, or nearly so: `least` is
         then min(√(σ / 8), 1), and otherwise 1.
-      noise_multiplier: σ.
+      noise_multiplier: σ; with correlated noise ρσ, see `error_of_sums`.
 
     Returns:
       tol, in the units of the parameters: scalar, float32.
