@@ -70,8 +70,9 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
       learning_rate: the first η. The first steps find a suitable rate from almost any value.
       tolerance: tol at the start. `None` uses min(√d / 50, max(1, √(d / 270,000))) for d
         parameters: 1, the value printed in the paper, from 2,500 to 270,000 parameters. With
-        `normalized_inputs` it is min(√(σ / 8), 1) in place of 1. The paper's code counted every
-        parameter ten times in err, so its results correspond to 1/√10. See `suggest_tolerance`.
+        `normalized_inputs` it is less than 1 for less than 40,000 parameters and σ < 8; see
+        `update_rules.step_doubling.default_tolerance`. The paper's code counted every parameter
+        ten times in err, so its results correspond to 1/√10. See `suggest_tolerance`.
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.

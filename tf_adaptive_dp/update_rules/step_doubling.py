@@ -25,6 +25,8 @@ _LARGEST_SIZE = 2.0**120
 _WORTH_A_LOOK = 2**14
 # The networks of the paper's figures 4 and 5 for MNIST, for which it prints a tolerance of 1.
 _PARAMETERS_OF_PAPER = 270_000
+# From which number of parameters on a tolerance of 1 does better on normalized inputs, too.
+_PARAMETERS_FOR_1 = 40_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,16 +287,17 @@ def default_tolerance(
     down, the more so the larger the network is; so we let each parameter move as far as in the
     paper's network. Smaller networks get at least 1, as the paper prints.
 
-    If the inputs are normalized, smaller networks get at least √(σ / 8), or 1 if that is less. The
+    If the inputs are normalized, small networks get at least √(σ / 8), or 1 if that is less. The
     noise of a step moves the model by about tol, and the gradients move it in proportion to η, so
     to tol / σ. With more noise, tol has to be larger, or the gradients would not move the model far
-    enough. The law was chosen on held-out training data (docs/results.md, `adadp_tolerance`), where
-    inputs that were not normalized did worse with less than 1.
+    enough. From 40,000 parameters on, it is 1 at least, and (d / 40,000)² leads there. These laws
+    were chosen on held-out training data (docs/results.md, `adadp_tolerance`), where inputs that
+    were not normalized did worse with less than 1.
 
     Args:
       num_parameters: d.
       normalized_inputs: whether the inputs have mean 0 and variance 1, or nearly so: `least` is
-        then min(√(σ / 8), 1), and otherwise 1.
+        then min(max(√(σ / 8), (d / 40,000)²), 1), and otherwise 1.
       noise_multiplier: σ; with correlated noise ρσ, see `error_of_sums`.
 
     Returns:
@@ -307,11 +310,14 @@ def default_tolerance(
     [0.2, 1.0, 1.0, 2.0]
     >>> [round(float(default_tolerance(10_000, True, sigma)), 2) for sigma in (0.5, 2, 9)]
     [0.25, 0.5, 1.0]
+    >>> [round(float(default_tolerance(d, True, 0.5)), 2) for d in (20_000, 30_000, 40_000)]
+    [0.27, 0.56, 1.0]
     """
     root = math.sqrt(checks.integer("num_parameters", num_parameters, 1))
     least = tf.constant(1.0)
     if normalized_inputs:
-        least = tf.minimum(tf.sqrt(tf.cast(noise_multiplier, tf.float32) / 8.0), 1.0)
+        of_noise = tf.sqrt(tf.cast(noise_multiplier, tf.float32) / 8.0)
+        least = tf.minimum(tf.maximum(of_noise, (num_parameters / _PARAMETERS_FOR_1) ** 2), 1.0)
     return tf.minimum(root / 50, tf.maximum(least, root / math.sqrt(_PARAMETERS_OF_PAPER)))
 
 

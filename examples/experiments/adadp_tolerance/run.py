@@ -1,9 +1,9 @@
 """The tolerance at which ADADP should start, by the size of the network: the choice of the default.
 
 This experiment is not in the papers, where the tolerance is 1 (ADADP, version 1, algorithm 1). It
-trains problems of `untuned`, and a wider network, on four fifths of their training data with
-several first tolerances, on inputs that `PrivateNormalization` normalizes and on some as they are,
-and measures accuracy on the last fifth; see `lib/held_out.py`.
+trains problems of `untuned`, and a wider and a narrower network, on four fifths of their training
+data with several first tolerances, on inputs that `PrivateNormalization` normalizes and on some as
+they are, and measures accuracy on the last fifth; see `lib/held_out.py`.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
 Batches are drawn by Poisson sampling. ε does not include the cost of a choice between the runs.
@@ -25,7 +25,7 @@ from examples.experiments.lib import harness, held_out, report
 from examples.experiments.lib.harness import Trial
 from examples.experiments.lib.held_out import Setting
 
-WIDE = (1024, 1024)
+NARROW, WIDE = (64,), (1024, 1024)
 SETTINGS = {
     "smoke": [Setting("digits", "/ 16", 2.0, (0.5, 1.0), epochs=2)],
     "small": [
@@ -46,6 +46,16 @@ SETTINGS = {
         Setting("mnist", "standardized", 2.0, (0.5, 1.0, 2.0, 4.0)),
         Setting("mnist", "standardized", 8.0, (0.5, 1.0, 2.0, 4.0)),
         Setting("mnist", "standardized", 2.0, (1.0, 2.0, 4.0, 8.0), 1, WIDE, epochs=10),
+        *(
+            Setting("mnist", "standardized", sigma, values, 1, NARROW, batch_size, epochs)
+            for sigma, values, batch_size, epochs in [
+                (1.0, (0.5, 1.0, 2.0), 200, 5),
+                (1.0, (0.5, 1.0, 2.0, 4.0), 1_000, 10),
+                (2.0, (0.5, 1.0, 2.0), 200, 20),
+                (8.0, (0.5, 1.0, 2.0), 200, 20),
+            ]
+        ),
+        Setting("scattering", "normalized", 2.0, (0.5, 1.0, 2.0), epochs=10),
         Setting("cifar10", "standardized", 2.0, (1.0, 2.0, 4.0)),
         Setting("cifar10", "features", 8.0, (1.0, 2.0, 4.0)),
     ],
