@@ -22,7 +22,7 @@ def played(parts, accuracy):
         if not new:
             return trials
         for settings in new:
-            noise = BandedNoise(8) if settings["method"] == "best" else None
+            noise = BandedNoise(8) if settings["method"].endswith("best") else None
             result = {
                 "accuracy": [accuracy(settings)],
                 "epsilon": [settings["epsilon"]],
@@ -35,6 +35,8 @@ def played(parts, accuracy):
 
 def by_rate(settings):
     """The held-out part prefers other rates than the test data."""
+    if settings["method"].startswith("adadp"):
+        return 0.8
     best = {"independent": 0.3, "best": 1.0}[settings["method"]]
     if settings["judged_on"] == "test":
         best = 0.1
@@ -45,10 +47,13 @@ def test_rates_are_chosen_on_the_held_out_part_and_only_the_best_meets_the_test_
     (part, *_) = run.parts("small")
     trials = played([part], by_rate)
     tested = [t.settings for t in trials if t.settings["judged_on"] == "test"]
-    found = {(s["method"], s["learning_rate"], s["seed"]) for s in tested}
-    assert found == {(m, r, s) for m, r in (("independent", 0.3), ("best", 1.0)) for s in range(3)}
+    found = {(s["method"], s.get("learning_rate"), s["seed"]) for s in tested}
+    own = [("adadp_independent", None), ("adadp_best", None)]
+    chosen = [("independent", 0.3), ("best", 1.0), *own]
+    assert found == {(method, rate, seed) for method, rate in chosen for seed in range(3)}
     grid = [t.settings for t in trials if t.settings["judged_on"] == "held_out"]
-    for method in run.TITLES:  # the same candidates
+    assert {s["method"] for s in grid} == {"independent", "best"}
+    for method in ("independent", "best"):  # the same candidates
         rates = [s["learning_rate"] for s in grid if s["method"] == method]
         assert rates == [0.1, 0.3, 1.0, 3.0, 10.0]
 
@@ -59,11 +64,12 @@ def test_the_table_shows_noise_rate_mean_and_spread():
     lines = run.table([part], trials, run.TITLES).splitlines()
     mean = 0.91 - 0.05 * np.log10(3)
     assert lines[2].endswith(
-        f"| independent noise | 1 | 0.800 | 1.00 | 0.3 | {mean:.4f} ± 0.0100 | 3 |"
+        f"| DP-SGD, tuned, independent noise | 1 | 0.800 | 1.00 | 0.3 | {mean:.4f} ± 0.0100 | 3 |"
     )
-    assert '| noise="best" | 8 | 1.200 | 0.75 | 1 | 0.8600 ± 0.0100 | 3 |' in lines[3]
+    assert 'tuned, noise="best" | 8 | 1.200 | 0.75 | 1 | 0.8600 ± 0.0100 | 3 |' in lines[3]
+    assert 'ADADP, noise="best" | 8 | 1.200 | 0.75 | its own | 0.8000 ± 0.0000 | 3 |' in lines[5]
     (axis,) = run.plot([part], trials, run.TITLES).axes
-    assert len(axis.lines) == 4
+    assert len(axis.lines) == 2 * 2 + 2
 
 
 def test_no_example_is_both_trained_on_and_judged():
@@ -78,14 +84,15 @@ def test_the_stored_trials_are_those_of_the_plan():
     assert results.trials and not results.missing(run.EXPERIMENT.plan("small", results.trials))
     for trial in results.trials:
         assert 0 < trial.result["epsilon"][-1] <= trial.settings["epsilon"]
-    assert run.EXPERIMENT.table(results.trials).count('noise="best"') == len(run.parts("small"))
+    assert run.EXPERIMENT.table(results.trials).count('noise="best"') == 2 * len(run.parts("small"))
 
 
 @pytest.mark.slow
 def test_the_experiment_runs(tmp_path):
     out, trials = run_experiment("correlated_noise", tmp_path, "--jobs", 1)
-    assert len(trials) == 2 * (2 + 1) and "| independent noise | 1 |" in out
+    assert len(trials) == 2 * (2 + 1) + 2 and "ADADP, independent noise | 1 |" in out
     for trial in trials:
         assert 7.9 < trial["result"]["epsilon"][-1] <= 8.0 and trial["result"]["accuracy"][-1] > 0.5
     noises = {t["settings"]["method"]: t["result"]["noise"] for t in trials}
     assert noises["independent"] is None and noises["best"]["bands"] >= 2
+    assert noises["adadp_independent"] is None and noises["adadp_best"] == noises["best"]

@@ -1,16 +1,15 @@
 """What correlated noise is worth in test accuracy, at the same ε.
 
-This experiment is not in the papers. DP-SGD with the noise that `PrivacyPlan(noise="best")` picks
-runs beside DP-SGD with independent noise: same data, network, batch size, number of steps and ε.
+This experiment is not in the papers. DP-SGD and ADADP with the noise that
+`PrivacyPlan(noise="best")` picks run beside the same with independent noise: same data, network,
+batch size, number of steps and ε.
 
 - mnist: 784-64-10, standardized pixels, 5 epochs of batches of 200, and 10 of batches of 1,000
 - cifar10: features of frozen convolutions, then 1600-32-10, 5 epochs of batches of 200
 
-Each method has the same rates to choose from. They are judged on a part of the training set that
-no run trains on. Only the best one meets the test data, once at the end of each of three runs.
-
-ADADP, UntunedSGD and DPAdamWOSM refuse correlated noise, since their rules are derived for
-independent noise, so they are not part of the comparison.
+DP-SGD has the same rates to choose from with both. They are judged on a part of the training set
+that no run trains on. Only the best one meets the test data, once at the end of each of three runs.
+For ADADP nothing is chosen.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one example that it
 trains on (RDP accountant). Batches are drawn by Poisson sampling, from groups in turn if the noise
@@ -41,8 +40,13 @@ from tf_adaptive_dp.accounting.noise_strategies import get_strategy, prefix_erro
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
-TITLES = {"independent": "independent noise", "best": 'noise="best"'}
-# The same for both methods. Larger batches take larger rates.
+TITLES = {
+    "independent": "DP-SGD, tuned, independent noise",
+    "best": 'DP-SGD, tuned, noise="best"',
+    "adadp_independent": "ADADP, independent noise",
+    "adadp_best": 'ADADP, noise="best"',
+}
+# Of DP-SGD, the same for both kinds of noise. Larger batches take larger rates.
 RATES = {
     ("digits", 32): (0.3, 1.0),
     ("mnist", 200): (0.1, 0.3, 1.0, 3.0, 10.0),
@@ -97,10 +101,10 @@ def _part(
         "epsilon": epsilon,
         "judged_on": "test",
     }
-    candidates = [{"learning_rate": rate} for rate in RATES[name, batch_size]]
+    rates = [{"learning_rate": rate} for rate in RATES[name, batch_size]]
     return grids.Part(
         common,
-        {method: candidates for method in TITLES},
+        {method: [{}] if method.startswith("adadp") else rates for method in TITLES},
         "accuracy",
         seeds=seeds,
         tuning={"judged_on": "held_out"},
@@ -135,7 +139,7 @@ def _noise(
         num_examples=num_examples,
         batch_size=batch_size,
         epochs=epochs,
-        noise="best" if method == "best" else None,
+        noise="best" if method.endswith("best") else None,
         accountant="rdp",
     )
     return plan.noise, plan.noise_multiplier
@@ -145,8 +149,8 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """One run.
 
     Args:
-      settings: "method", "data", "batch_size", "epochs", "epsilon", "learning_rate", "judged_on",
-        and "seed", which determines the initial weights; noise and batches never repeat.
+      settings: "method", "data", "batch_size", "epochs", "epsilon", "judged_on", "learning_rate" of
+        DP-SGD, and "seed", which determines the initial weights; noise and batches never repeat.
       data_dir: tensorflow-datasets' folder.
 
     Returns:
@@ -178,10 +182,12 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
             tf.keras.layers.Dense(10),
         ]
     )
+    arguments: dict[str, Any] = {"l2_norm_clip": 1.0}
+    if "learning_rate" in settings:
+        arguments["learning_rate"] = settings["learning_rate"]
+    uses_adadp = settings["method"].startswith("adadp")
     model.compile(
-        plan.optimizer(
-            tf_adaptive_dp.DPSGD, l2_norm_clip=1.0, learning_rate=settings["learning_rate"]
-        ),
+        plan.optimizer(tf_adaptive_dp.ADADP if uses_adadp else tf_adaptive_dp.DPSGD, **arguments),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
         metrics=["accuracy"],
     )
@@ -204,7 +210,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
 def table(
     made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
 ) -> str:
-    """Test accuracy of each method at its best rate, mean over the seeds ± standard deviation."""
+    """Test accuracy of DP-SGD at its best rate and of ADADP, mean ± standard deviation."""
     rows = []
     for part in made:
         finals = part.finals(trials)
@@ -222,19 +228,19 @@ def table(
                     get_strategy(result["noise"]).bands,
                     f"{result['noise_multiplier']:.3f}",
                     f"{relative:.2f}",
-                    f"{runs[0].settings['learning_rate']:g}",
+                    f"{rate:g}" if (rate := runs[0].settings.get("learning_rate")) else "its own",
                     report.mean(values),
                     len(runs),
                 ]
             )
-    columns = "part, noise, bands, σ, noise in sums, best rate, test accuracy, seeds".split(", ")
+    columns = "part, method, bands, σ, noise in sums, rate, test accuracy, seeds".split(", ")
     return report.table(columns, rows)
 
 
 def plot(
     made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
 ) -> Any:
-    """Accuracy on the held-out part by rate, and on the test data at the best rate."""
+    """Accuracy on the held-out part by rate, and on the test data; a line for ADADP's own rates."""
     import matplotlib.pyplot as plt
 
     columns = min(2, len(made))
@@ -248,6 +254,11 @@ def plot(
                 if trial.settings["part"] == part.common["part"]
                 and trial.settings["method"] == method
             ]
+            if "adadp" in method:
+                tested = [grids.final(trial, "accuracy") for trial in chosen]
+                if tested:
+                    axis.axhline(np.mean(tested), color=f"C{number}", label=f"{title}, test")
+                continue
             for judged_on, marker in (("held_out", "o--"), ("test", "*")):
                 points = sorted(
                     (t.settings["learning_rate"], grids.final(t, "accuracy"))
