@@ -153,12 +153,12 @@ class StopBefore(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def learn(folder, noise, stop_before=None, epochs=3, parts=1):
+def learn(folder, noise, stop_before=None, epochs=3, parts=1, make=dp.DPSGD):
     """The weights of a model that learns from data, with real gradients and noise."""
     plan = plan_of(noise=noise, epochs=epochs)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     model.set_weights([np.full([3, 4], 0.5, "float32"), np.zeros(4, "float32")])
-    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.1, gradient_accumulation_steps=parts)
+    optimizer = plan.optimizer(make, learning_rate=0.1, gradient_accumulation_steps=parts)
     model.compile(optimizer, "mse")
     random_numbers = np.random.default_rng(0)
     data = [random_numbers.normal(size=[N, n]).astype("float32") for n in (3, 4)]
@@ -169,12 +169,19 @@ def learn(folder, noise, stop_before=None, epochs=3, parts=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "noise, parts",
-    [(TreeNoise(7), 1), (BandedNoise(BANDS), 1), (TreeNoise(60), 2), (BandedNoise(BANDS), 2)],
+    "make, noise, parts",
+    [
+        (dp.DPSGD, TreeNoise(7), 1),
+        (dp.DPSGD, BandedNoise(BANDS), 1),
+        (dp.ADADP, BandedNoise(BANDS), 1),
+        (dp.DPSGD, TreeNoise(60), 2),
+        (dp.DPSGD, BandedNoise(BANDS), 2),
+        (dp.ADADP, BandedNoise(BANDS), 2),
+    ],
     ids=repr,
 )
 def test_an_interrupted_run_ends_at_the_weights_of_an_uninterrupted_one(
-    tmp_path, monkeypatch, noise, parts
+    tmp_path, monkeypatch, make, noise, parts
 ):
     # Processes have keys of their own, so without this the noise would be another one. The batches
     # are the same, too, so none may know what another released, as in a process of its own.
@@ -182,13 +189,13 @@ def test_an_interrupted_run_ends_at_the_weights_of_an_uninterrupted_one(
     monkeypatch.setattr(key_file, "os", same)
     monkeypatch.setattr(draws, "new_key", lambda: bytes(32))
     monkeypatch.setattr(draw_numbers, "_OF_PROCESS", collections.deque(maxlen=0))
-    whole = learn(tmp_path / "whole", noise, parts=parts)
+    whole = learn(tmp_path / "whole", noise, parts=parts, make=make)
     for stops in ([2], [1, 2]):
         folder = tmp_path / "-".join(map(str, stops))
         for epoch in stops:
             with pytest.raises(KeyboardInterrupt):
-                learn(folder, noise, epoch, parts=parts)
-        for one, other in zip(whole, learn(folder, noise, parts=parts)):
+                learn(folder, noise, epoch, parts=parts, make=make)
+        for one, other in zip(whole, learn(folder, noise, parts=parts, make=make)):
             np.testing.assert_array_equal(one, other)
 
 
