@@ -465,6 +465,15 @@ def along_axes(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     return layout
 
 
+@register_layout("RandomShuffle", "StatelessShuffle")
+@unless_cross_example
+def shuffle(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Moves rows of axis 0; the search does not follow a shuffle of anything else."""
+    if batch_axes[op.inputs[0]] == BatchAxis():
+        return CrossExample(op, "puts examples into the rows of others")
+    return CrossExample(op, _UNKNOWN, is_certain=False)
+
+
 @register_layout("ReverseSequence")
 @unless_cross_example
 def reverse_sequence(op: tf.Operation, batch_axes: BatchAxes) -> Value:
