@@ -213,6 +213,8 @@ def in_unknown_orders():
     numbers = tf.data.Dataset.range(N).shuffle(9)
     yield "one part", tf.data.Dataset.zip((numbers, tf.data.Dataset.range(N)))
     yield "not deterministic", examples.with_options(out_of_order)
+    parallel = {"num_parallel_calls": 2, "deterministic": False}
+    yield "a map that is not", examples.map(lambda x, y: (x, y), **parallel)
 
 
 @pytest.mark.parametrize("data", [pytest.param(d, id=name) for name, d in in_unknown_orders()])

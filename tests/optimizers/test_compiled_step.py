@@ -180,7 +180,8 @@ def test_accumulated_batches_end_with_a_pass_without_a_callback_too():
             fit(data, **size)
     sampling = dp.PoissonSampling.for_batch_size(24, 32, steps=3)
     drawn = dp.poisson_batches(arrays, sampling, gradient_accumulation_steps=3)
-    assert fit((drawn,), epochs=2, steps_per_epoch=4).ledger.num_releases == 2
+    with pytest.warns(UserWarning, match="2 of 3 parts are held"):  # others are of another draw
+        assert fit((drawn,), epochs=2, steps_per_epoch=4).ledger.num_releases == 2
 
 
 OVER_PASSES = {
@@ -211,6 +212,76 @@ def test_accumulated_batches_end_with_a_pass_wherever_epochs_end(name):
     assert model.optimizer.ledger.num_releases == 2
     with pytest.raises(dp.NotPrivateError, match="4 batches in each pass"):  # traced before
         model.fit(*data(catalogue.data()), verbose=0, **kwargs)
+
+
+def in_parts(arrays):
+    sampling = dp.PoissonSampling.for_batch_size(24, len(arrays[1]), steps=2)
+    return dp.poisson_batches(arrays, sampling, gradient_accumulation_steps=3)
+
+
+def not_in_order(dataset):
+    options = tf.data.Options()
+    options.deterministic = False
+    return dataset.with_options(options)
+
+
+def unchanged(*batch):
+    return batch
+
+
+REARRANGED = {
+    "shuffled repetition": (
+        "repeated, of type Shuffle",
+        lambda a: batches_of(a).repeat(2).shuffle(6),
+    ),
+    "shuffled draws": ("drawn, of type Shuffle", lambda a: in_parts(a).map(unchanged).shuffle(6)),
+    "the start of a draw left out": ("drawn, of type Skip", lambda a: in_parts(a).skip(1)),
+    "every other part": ("drawn, of type Shard", lambda a: in_parts(a).shard(2, 0).prefetch(1)),
+    "incomplete draws": ("drawn, of type Repeat", lambda a: in_parts(a).take(4).repeat(2)),
+    "draws out of order": ("drawn, of type Options", lambda a: not_in_order(in_parts(a))),
+    "a map out of order": (
+        "drawn, of type Map",
+        lambda a: in_parts(a).map(unchanged, num_parallel_calls=2, deterministic=False),
+    ),
+    "two draws in turn": (
+        "drawn, of type DirectedInterleave",
+        lambda a: tf.data.Dataset.sample_from_datasets([in_parts(a), in_parts(a)]),
+    ),
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("way", REARRANGED)
+def test_parts_may_not_be_rearranged_after_they_were_drawn_or_repeated(way):
+    """An example could be in parts of one release that belong to two draws, and move it by 2C."""
+    why, rearranged = REARRANGED[way]
+    model = catalogue.compiled(gradient_accumulation_steps=3, expected_batch_size=24.0)
+    with pytest.raises(dp.NotPrivateError, match=f"after they were {why}, and gradient_acc.*=3"):
+        model.fit(rearranged(catalogue.data(24)), verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda a: in_parts(a).map(unchanged, num_parallel_calls=2).cache().prefetch(1).take(6),
+        lambda a: batches_of(a).shuffle(3).shard(1, 0).repeat(2).take(6),
+        lambda a: in_parts(a).skip(3).repeat(2),
+        lambda a: tf.data.Dataset.zip((in_parts(a), tf.data.Dataset.range(6))).map(lambda b, _: b),
+    ],
+)
+def test_parts_may_come_in_order(keep):
+    model = catalogue.compiled(gradient_accumulation_steps=3, expected_batch_size=24.0)
+    model.fit(keep(catalogue.data(24)), verbose=0)
+    assert model.optimizer.ledger.num_releases == 2
+
+
+def test_whole_draws_may_be_shuffled():
+    sampling = dp.PoissonSampling.for_batch_size(24, 32, steps=2)
+    model = catalogue.compiled(expected_batch_size=24.0)
+    model.fit(dp.poisson_batches(catalogue.data(), sampling).shuffle(2), verbose=0)
+    assert model.optimizer.ledger.num_releases == 2
 
 
 def test_a_part_of_one_pass_may_be_accumulated():

@@ -20,6 +20,8 @@ _LEAVES_ROWS = ("Cache", "Options", "Prefetch", "Repeat", "Shuffle")
 _LEAVES_BATCHES = (*_LEAVES_ROWS, "Map")
 # What changes examples, or puts them into batches, but leaves none out.
 _LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
+# What keeps batches in their order, and leaves out none but the last ones.
+_KEEPS_ORDER = "AssertCardinality Cache CopyToDevice Map Options Prefetch Take Zip".split()
 # The methods that may leave out elements, by the names of their data sets.
 _CHOICES = {
     "Filter": "filter",
@@ -93,12 +95,62 @@ def batches_of_a_pass(dataset: tf.data.Dataset) -> int | None:
     """How many batches there are before a data set of batches repeats; `None` if it is unknown."""
     one_pass = dataset
     while len(input_datasets(dataset)) == 1 and not hasattr(dataset, "_batch_size"):
-        repeats = "Repeat" in type(dataset).__name__ and int(dataset._count) != 1
+        repeats = _repeats(dataset)
         (dataset,) = input_datasets(dataset)
         one_pass = dataset if repeats else one_pass
     with tf.init_scope():  # a step may be traced now
         number = int(one_pass.cardinality())
     return number if number > 0 else None
+
+
+def rearranges_parts(
+    dataset: tf.data.Dataset, parts: int, is_draw: Callable[[tf.data.Dataset], bool]
+) -> str | None:
+    """What puts parts of several draws, or of several passes, where one batch is expected.
+
+    It looks at what became of batches after they were drawn, or after they were repeated. It does
+    not see what happens within functions.
+
+    Args:
+      dataset: of batches.
+      parts: how many of them in turn are one batch.
+      is_draw: says of a data set whether each of its draws is so many batches.
+
+    Returns:
+      The name of a data set of TensorFlow's, such as "Shuffle"; or `None`.
+    """
+    if is_draw(dataset) or hasattr(dataset, "_batch_size"):
+        return None
+    kind, inputs = _kind(dataset), input_datasets(dataset)
+    for source in inputs:
+        found = rearranges_parts(source, parts, is_draw)
+        if found is not None:
+            return found
+    of_draws = any(_has(source, is_draw) for source in inputs)
+    if not of_draws and not any(_has(source, _repeats) for source in inputs):
+        return None
+    if kind == "Skip":
+        kept = tf.get_static_value(dataset._count) % parts == 0
+    elif kind == "Repeat":  # of a pass over data that were not drawn, `batches_of_a_pass` says it
+        with tf.init_scope():  # a step may be traced now
+            kept = not of_draws or int(inputs[0].cardinality()) % parts == 0
+    else:
+        kept = kind in _KEEPS_ORDER and not _reorders(dataset)
+    with tf.init_scope():
+        return None if kept and dataset.options().deterministic is not False else kind
+
+
+def _has(dataset: tf.data.Dataset, condition: Callable[[tf.data.Dataset], bool]) -> bool:
+    """Whether a condition holds for a data set of batches, or one of batches that it transforms."""
+    if condition(dataset):
+        return True
+    if hasattr(dataset, "_batch_size"):
+        return False
+    return any(_has(source, condition) for source in input_datasets(dataset))
+
+
+def _repeats(dataset: tf.data.Dataset) -> bool:
+    return "Repeat" in type(dataset).__name__ and int(dataset._count) != 1
 
 
 def num_examples(dataset: tf.data.Dataset) -> int | None:
@@ -178,8 +230,12 @@ def _batched(dataset: tf.data.Dataset, among: Sequence[str]) -> tf.data.Dataset 
 
 def _is_among(dataset: tf.data.Dataset, kinds: Sequence[str]) -> bool:
     """Whether a data set transforms another one in one of these ways."""
-    name = type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
-    return len(input_datasets(dataset)) == 1 and name in kinds
+    return len(input_datasets(dataset)) == 1 and _kind(dataset) in kinds
+
+
+def _kind(dataset: tf.data.Dataset) -> str:
+    """What a data set does to others, such as "Map"."""
+    return type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
 
 
 def has_random_order(dataset: tf.data.Dataset) -> bool:
@@ -189,9 +245,16 @@ def has_random_order(dataset: tf.data.Dataset) -> bool:
     """
     with tf.init_scope():  # a step may be traced now
         deterministic = dataset.options().deterministic
-    if deterministic is False or "Shuffle" in type(dataset).__name__:
+    if deterministic is False or _reorders(dataset):
         return True
     return any(map(has_random_order, input_datasets(dataset)))
+
+
+def _reorders(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set may put its elements into another order, which its options do not say."""
+    # `map`, `batch` and `interleave` in parallel have an argument for it.
+    of_call = getattr(dataset, "_deterministic", None)
+    return "Shuffle" in type(dataset).__name__ or of_call == "false"
 
 
 def gives_copies(dataset: tf.data.Dataset) -> bool:
@@ -207,7 +270,7 @@ def gives_copies(dataset: tf.data.Dataset) -> bool:
         # One value beside each element is no copy: `map` could have captured it. The windows of
         # `timeseries_dataset_from_array` get their positions this way.
         inputs = [d for d in inputs if not _repeats_one_value(d)] or inputs
-    if "Repeat" in kind and int(dataset._count) != 1:
+    if _repeats(dataset):
         return True
     return any(map(gives_copies, inputs))
 
@@ -259,7 +322,7 @@ def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order:
     found, joined = [], _joins_the_same(dataset)
     if joined is not None and (batched is not None or joined == "zip"):
         found.append(joined)
-    if "Repeat" in kind and int(dataset._count) != 1 and batched is not None:
+    if _repeats(dataset) and batched is not None:
         found += [] if in_order and _divides(batched, inputs[0]) else ["repeat"]
     parts = [_copies(d, batched, in_order) for d in inputs]
     if "Zip" in kind:

@@ -26,8 +26,8 @@ from tf_adaptive_dp.sampling.datasets import is_drawn
 
 _UNFINISHED = (
     "Training stopped in the middle of a batch: {held} of {parts} parts are held, and nothing of "
-    "them was released. If the same data come next, an example could join the batch twice, and "
-    "epsilon would not hold: call `optimizer.drop_unfinished_parts()` before that."
+    "them was released. If the same data come next, in another pass or draw, an example could join "
+    "the batch twice, and epsilon would not hold: call `optimizer.drop_unfinished_parts()` before."
 )
 
 _ONLY_MEASURED = (
@@ -176,7 +176,7 @@ def check_finished_fit(optimizer: Any) -> None:
     note_num_examples(optimizer, fit)
     warn_of_releases_since([native(v) for v in fit.model.trainable_variables], optimizer.ledger)
     held = optimizer.unfinished_parts
-    if held and not is_drawn(fit.dataset):
+    if held:
         message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
         warnings.warn(message, stacklevel=level_of_caller())
     if optimizer.has_only_measured:

@@ -8,7 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.callers import RunningFit
-from tf_adaptive_dp._keras.datasets import choices_of_batches, copies_in_batches
+from tf_adaptive_dp._keras.datasets import (
+    choices_of_batches,
+    copies_in_batches,
+    rearranges_parts,
+)
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
@@ -18,9 +22,14 @@ from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
 from tf_adaptive_dp.sampling.datasets import is_drawn
-from tf_adaptive_dp.sampling.sources import refuse_ties
+from tf_adaptive_dp.sampling.sources import is_draw, refuse_ties
 from tf_adaptive_dp.side_information.provenance import uncounted_events
 
+# What to do about parts that are rearranged after batches were repeated or drawn.
+_BEFORE = {
+    "repeated": "Rearrange them before `repeat`.",
+    "drawn": "Leave that out: the draws are random, and their parts come in turn.",
+}
 # How a batch comes to hold an example several times, by method, and what to do about it.
 _COPIES = {
     "repeat": (
@@ -127,12 +136,26 @@ def _refuse_dataset(data: tf.data.Dataset) -> None:
 def _refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:
     """Rejects a `fit` whose accumulated batches reach from one pass over the data into the next.
 
-    An example that is in parts of both moves the sum by 2C. A draw of the samplings holds none
-    twice, however many epochs its parts reach into.
+    An example that is in parts of both moves the sum by 2C, and so does one in parts of two draws.
+    A draw of the samplings holds none twice, however many epochs its parts reach into.
     """
-    parts, passes = optimizer.parts_per_batch, fit.batches_of_passes()
-    if passes is not None and passes % parts and not is_drawn(fit.dataset):
+    parts = optimizer.parts_per_batch
+    if parts == 1:
+        return
+    passes, drawn = fit.batches_of_passes(), is_drawn(fit.dataset)
+    if passes is not None and passes % parts and not drawn:
         raise over_two_passes(f"{passes} batches in each pass, gradient_accumulation_steps={parts}")
+    if fit.dataset is None:
+        return
+    kind = rearranges_parts(fit.dataset, parts, is_draw)
+    if kind is not None:
+        after = "drawn" if drawn else "repeated"
+        raise NotPrivateError(
+            "An accumulated batch must consist of the parts of one draw, or of one pass over the "
+            "data: otherwise an example could join it twice. Received: a `tf.data.Dataset` that "
+            f"rearranges batches after they were {after}, of type {kind}, and "
+            f"gradient_accumulation_steps={parts}. {_BEFORE[after]}"
+        )
 
 
 def over_two_passes(received: str) -> NotPrivateError:
