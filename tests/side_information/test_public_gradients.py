@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp.side_information import disjoint
 
 
 def compiled(optimizer, **kwargs):
@@ -166,6 +167,58 @@ def test_training_on_the_public_data_set_itself_is_refused(dataset):
     assert model.optimizer.ledger.num_releases == 0
     model.fit(EXAMPLES.skip(8).batch(8), callbacks=[information], verbose=0)  # for all that is seen
     assert model.optimizer.ledger.num_releases > 0
+
+
+def of_all(x, y):
+    return tf.data.Dataset.from_tensor_slices((x, y))
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("part", "private"),
+    [
+        (lambda x, y: of_all(x[5:20], y[5:20]).batch(4), lambda x, y: {"x": x, "y": y}),
+        (
+            lambda x, y: (
+                of_all(x[::2].copy(), y[::2]).shuffle(9).map(lambda x, y: (-x, y)).batch(4)
+            ),
+            lambda x, y: {"x": of_all(x, y).shuffle(9).batch(8)},
+        ),
+        (lambda x, y: of_all(x, y).take(9).batch(4), lambda x, y: {"x": x[:16], "y": y[:16]}),
+    ],
+)
+def test_training_on_the_arrays_of_the_public_data_warns(part, private):
+    x, y = catalogue.data()
+    information = public(part(x, y))
+    model = compiled(dp.DPSGD(1.0, 1.0, learning_rate=0.1, side_information=information))
+    with pytest.warns(UserWarning, match=r"The first \d+ examples of the public data set"):
+        model.fit(**private(x, y), batch_size=None, callbacks=[information], verbose=0)
+
+
+def test_a_plan_warns_of_public_data_among_its_arrays():
+    x, y = catalogue.data()
+    plan = dp.PrivacyPlan(num_examples=len(x), batch_size=8, epochs=1, epsilon=3.0, delta=1e-3)
+    information = public(of_all(x[3:9], y[3:9]).batch(4))
+    model = compiled(plan.optimizer(dp.DPSGD, 1.0, learning_rate=0.1, side_information=information))
+    with pytest.warns(UserWarning, match="The first 6 examples of the public data set"):
+        plan.fit(model, x, y, callbacks=[information], verbose=0)
+
+
+def test_public_data_of_other_examples_are_not_warned_of():
+    x, y = catalogue.data()
+    apart = {
+        "others": ((x[:9], y[:9]), (x[9:], y[9:])),
+        "some of them": ((x[:9], y[:9]), (x[8:], y[8:])),
+        "other features": ((x[:, :3], y), (x, y)),
+        "texts": ((np.array(["a", "b"]), y[:2]), (x, y)),
+        "nan": ((np.full([2, 6], np.nan, np.float32), y[:2]), (np.full([2, 6], np.nan), y[:2])),
+    }
+    for name, (of_public, (private_x, private_y)) in apart.items():
+        for private in (private_x, of_all(private_x, private_y).batch(4), [1, 2], None):
+            found = disjoint.copies_among(of_all(*of_public).batch(2), private)
+            assert not found, name
+    assert disjoint.copies_among(of_all(x, y).batch(2), x) == 32
+    assert disjoint.copies_among(of_all({"a": x}, y).batch(2), {"a": tf.constant(x)}) == 32
 
 
 def test_a_plan_refuses_to_train_on_the_public_data_set_itself():

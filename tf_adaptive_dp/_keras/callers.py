@@ -91,7 +91,8 @@ class RunningFit:
 
     Attributes:
       model: the one that it trains.
-      dataset: what it was given, if that is a `tf.data.Dataset`, or what a strategy divided.
+      x: what it was given, or what a strategy divided.
+      dataset: the same, if that is a `tf.data.Dataset`.
       callbacks: all that it calls, or `None` before there are any.
       num_epochs: how many it was told to train, without those before `initial_epoch`.
     """
@@ -103,6 +104,7 @@ class RunningFit:
         x, callbacks = variables.get("x"), variables.get("callbacks")
         if isinstance(x, tf.distribute.DistributedDataset):
             x = getattr(x, "_original_dataset", x)
+        self.x: Any = x
         self.dataset = x if isinstance(x, tf.data.Dataset) else None
         is_list = isinstance(callbacks, keras.callbacks.CallbackList)
         self.callbacks: keras.callbacks.CallbackList | None = callbacks if is_list else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -182,6 +183,24 @@ def holds_the_same(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
     It does not compare examples, so it sees nothing of two that are made of the same arrays.
     """
     return _examples(one) is _examples(other)
+
+
+def first_examples(dataset: tf.data.Dataset, number: int) -> list[Any]:
+    """Examples of a data set as they were before they were changed, shuffled and batched."""
+    with tf.init_scope():  # a step may be traced now
+        return list(_examples(dataset).take(number).as_numpy_iterator())
+
+
+def arrays_of(dataset: tf.data.Dataset) -> Any:
+    """The nest of arrays whose rows are all the examples of a data set, as `first_examples`.
+
+    Returns:
+      `None` if it is made of something else than dense arrays.
+    """
+    source = _examples(dataset)
+    if _kind(source) != "TensorSlice" or any(t.dtype == tf.variant for t in source._tensors):
+        return None
+    return tf.nest.pack_sequence_as(source.element_spec, source._tensors)
 
 
 def _examples(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -11,7 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras import datasets
 from tf_adaptive_dp.errors import NotPrivateError
+
+# How many public examples `copies_among` compares with all private ones.
+_LOOKED_UP = 32
 
 
 class PublicSplit(NamedTuple):
@@ -134,6 +138,45 @@ def check_disjoint(public: Any, private: Any) -> None:
             "private data before training (`tf_adaptive_dp.side_information.split_public` does so "
             "for arrays), or use other public data."
         )
+
+
+def copies_among(public: tf.data.Dataset, private: Any) -> int:
+    """How many public examples were looked up, if all of them are among the private ones.
+
+    It is quick and finds a share of the same arrays, or copies of it, and not single examples.
+
+    Args:
+      public: a data set of examples, or of batches of them, which it looks up before they are
+        changed, shuffled and batched.
+      private: such a data set, or arrays of x.
+
+    Returns:
+      0 if one of them is not among the private ones, or if that is unknown: for private data that
+      are no arrays, or have other features.
+    """
+    if isinstance(private, tf.data.Dataset):
+        arrays = datasets.arrays_of(private)
+        private = None if arrays is None else _features(arrays)
+    rows = [np.asarray(part) for part in tf.nest.flatten(private) if hasattr(part, "shape")]
+    examples = datasets.first_examples(public, _LOOKED_UP) if rows else []
+    for example in examples:
+        parts = [np.asarray(part) for part in tf.nest.flatten(_features(example))]
+        if [(p.shape, p.dtype) for p in parts] != [(r.shape[1:], r.dtype) for r in rows]:
+            return 0
+        if not _is_among(parts, rows):
+            return 0
+    return len(examples)
+
+
+def _is_among(example: list[np.ndarray], rows: list[np.ndarray]) -> bool:
+    """Whether some row has exactly the parts of an example, none of which is NaN."""
+    found = np.arange(len(rows[0]))
+    for part, of_rows in zip(example, rows):
+        part, flat = part.reshape(-1), of_rows.reshape(len(of_rows), part.size)
+        for start in range(0, part.size, 64):  # few rows are left after the first entries
+            some = slice(start, start + 64)
+            found = found[(flat[found, some] == part[some]).all(axis=1)]
+    return bool(len(found))
 
 
 def _features(data: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -14,15 +15,24 @@ from tf_adaptive_dp._keras.callers import running_fit
 from tf_adaptive_dp._keras.datasets import holds_the_same
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import uncounted_loss_of_step
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import dense_gradients
 from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
-from tf_adaptive_dp.side_information.disjoint import check_disjoint
+from tf_adaptive_dp.side_information.disjoint import check_disjoint, copies_among
 from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
 from tf_adaptive_dp.update_rules import effective_step_size, second_moment
+
+_AMONG_PRIVATE = (
+    "The first {number} examples of the public data set of PublicGradients have the features of "
+    "examples that are trained on. If they are the same, nothing protects them: their gradients "
+    "enter training without noise. Take them out of the private data, as "
+    "`side_information.split_public` does; `private_dataset=...` compares all. If they are others "
+    "that happen to be equal, nothing is wrong."
+)
 
 RULES = (*second_moment.RULES, "gradient")
 
@@ -88,7 +98,9 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
 
     Guarantee: only `dataset` is read. It must not overlap the private data, and its examples are
     not protected. With `private_dataset` the constructor checks that no example is in both. `fit`
-    refuses only a data set of all the examples of `dataset`, shuffled, changed or batched anew.
+    refuses only a data set of all the examples of `dataset`, shuffled, changed or batched anew, and
+    warns if the first examples of `dataset` are in the arrays that are trained on. What
+    `poisson_batches` drew outside of a plan shows it neither.
 
     Pass the same object to the optimizer and to `fit`:
 
@@ -164,21 +176,27 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def refuse_private_data(self, data: Any) -> None:
         """Rejects the examples of `dataset` as those to train on in private.
 
+        It warns if `dataset` seems to be a part of arrays that are trained on.
+
         Args:
           data: what `fit` was given to train on.
 
         Raises:
           NotPrivateError: if `data` and `dataset` are made of the same data set.
         """
-        if self.dataset is None or not isinstance(data, tf.data.Dataset):
+        if self.dataset is None:
             return
-        if holds_the_same(data, self.dataset):
+        if isinstance(data, tf.data.Dataset) and holds_the_same(data, self.dataset):
             raise NotPrivateError(
                 "The public data set of PublicGradients is the one that is trained on, and its "
                 "gradients enter training without noise, so no example is protected. Received: "
                 f"dataset={self.dataset!r}, and {data!r} of the same examples. Use other public "
                 "data, or take some of these out: `side_information.split_public`."
             )
+        number = copies_among(self.dataset, data)
+        if number:
+            message = _AMONG_PRIVATE.format(number=number)
+            warnings.warn(message, stacklevel=level_of_caller())
 
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
@@ -291,7 +309,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         """Rejects training on the public data; called by Keras."""
         if has_ledger(_unwrapped(self.model)):
             fit = running_fit(self.model.optimizer)
-            self.refuse_private_data(None if fit is None else fit.dataset)
+            self.refuse_private_data(None if fit is None else fit.x)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Counts minibatches anew, since a resumed epoch may begin in its middle."""
