@@ -611,6 +611,19 @@ def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_eac
         assert draw.distance == distance
 
 
+def test_numbers_outlive_many_later_optimizers():
+    """After 17 others, ε of an optimizer that went on was that of new batches: 3.4 for 12.5."""
+    draw_numbers._OF_PROCESS.clear()
+    for number in range(2 * draw_numbers._REMEMBERED):
+        seen = draw_numbers.SeenDraws()
+        for own in (number, number + 1000):
+            tf.function(lambda s=seen, n=own: s.add(numbered(n), tf.constant(True)).distance)()
+    assert len(draw_numbers._OF_PROCESS) == draw_numbers._REMEMBERED + 1
+    following = draw_numbers.SeenDraws(SimpleNamespace(num_releases=1))
+    for number, distance in ((0, 2), (1000, 2), (5, 4), (31, 5), (32, 0)):
+        assert following.add(numbered(number), tf.constant(True)).distance == distance
+
+
 def test_batches_without_their_weights_have_no_epsilon_by_their_sampling():
     """Their padding contributes: ε by the sampling would be 2.8 where it is 12."""
     batches = list(dp.poisson_batches(data(), SAMPLING))[:6]

@@ -238,8 +238,9 @@ class SeenDraws:
 
     They are raw, NOT private. They do not belong to the optimizer's variables, so they are neither
     saved nor restored. But an optimizer that continues the ledger of another one, made by
-    `from_config` or `load_model`, begins with the numbers of the last 16 optimizers of the process,
-    since any of them may be the one that it continues.
+    `from_config` or `load_model`, begins with the numbers of all optimizers of the process, since
+    any of them may be the one that it continues. Of all but the last 16 it knows what they had
+    released when another 16 had begun.
     """
 
     def __init__(self, ledger: Ledger | None = None, is_remembered: bool = True) -> None:
@@ -267,7 +268,7 @@ class SeenDraws:
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
                 self._ledger = None  # outlives the optimizer otherwise
                 if self._is_remembered:
-                    _OF_PROCESS.append(self)
+                    _remember(self)
             return self._entries
 
     def released(self) -> tuple[np.ndarray, int]:
@@ -352,11 +353,36 @@ class SeenDraws:
             return tf.identity(distances)
 
 
+class _Earlier(NamedTuple):
+    """What optimizers had released, as `SeenDraws.released` returns it."""
+
+    rows: np.ndarray
+    following: int
+
+    def released(self) -> _Earlier:
+        """Returns itself."""
+        return self
+
+
 # A strong reference: what an optimizer released counts when the optimizer is gone.
-_OF_PROCESS: collections.deque[SeenDraws] = collections.deque(maxlen=_REMEMBERED)
+_OF_PROCESS: collections.deque[SeenDraws | _Earlier] = collections.deque()
 
 
-def _joined(several: Sequence[SeenDraws]) -> tuple[np.ndarray, int]:
+def _remember(seen: SeenDraws) -> None:
+    """Adds the numbers of an optimizer; where there are many, those of the oldest two are joined.
+
+    Each takes 2 MB. A search makes many optimizers, and one of the first may train on.
+    """
+    _OF_PROCESS.append(seen)
+    if len(_OF_PROCESS) > _REMEMBERED + 1:
+        with tf.init_scope():  # a step is traced now
+            entries, following = _joined([_OF_PROCESS[0], _OF_PROCESS[1]])
+        rows = entries.reshape(-1, 2)
+        _OF_PROCESS.popleft()
+        _OF_PROCESS[0] = _Earlier(rows[rows[:, 1] > 0], following)
+
+
+def _joined(several: Sequence[SeenDraws | _Earlier]) -> tuple[np.ndarray, int]:
     """The entries of several optimizers, as if one had made all their releases at the same time.
 
     Returns:
