@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -103,6 +103,18 @@ def path(name: str, value: Any) -> str | os.PathLike:
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a path. Received: {name}={value!r}")
     return value
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """Returns the strings of a list; raises TypeError for anything else, such as one string."""
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        found = tuple(value)
+        if all(isinstance(entry, str) for entry in found):
+            return found
+    raise TypeError(
+        f"`{name}` must be a list of strings; `x.decode()` makes one of bytes, and `str(x)` of a "
+        f"number. Received: {name}={value!r:.200}"
+    )
 
 
 def not_masked(name: str, value: Any) -> None:

@@ -199,22 +199,27 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
       A `tff.simulation.datasets.ClientData` of examples (image, label).
 
     Raises:
+      TypeError: if an argument has the wrong type.
       ValueError: if lengths differ, or a client has no rows or rows that are not there.
     """
-    images, labels = np.asarray(images), np.asarray(labels)
+    images, labels = _rows("images", images), _rows("labels", labels)
     checks.instance("partition", partition, Mapping)
     if len(images) != len(labels):
         raise ValueError(
             f"`images` and `labels` must have the same length. Received: {len(images)} images, "
             f"{len(labels)} labels"
         )
-    for name, rows in partition.items():
-        if not len(rows) or np.min(rows) < 0 or np.max(rows) >= len(images):
+    for name, given in partition.items():
+        rows = np.asarray(given)
+        is_list = rows.ndim == 1 and len(rows) and rows.dtype.kind in "iu"
+        if not is_list or rows.min() < 0 or rows.max() >= len(images):
             raise ValueError(
                 f"`partition` must give each client at least one row in [0, {len(images)}). "
-                f"Received: {name!r}: {rows!r:.80}"
+                f"Received: {name!r}: {given!r:.80}"
             )
-    names = list(partition)
+    names = list(checks.strings("partition", partition))
+    if not names:
+        raise ValueError("`partition` must have at least one client. Received: partition={}")
 
     def dataset(client_id: Any) -> tf.data.Dataset:
         if isinstance(client_id, str):
@@ -233,6 +238,13 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
     return tff.simulation.datasets.ClientData.from_clients_and_tf_fn(names, dataset)
 
 
+def _rows(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if not array.ndim:
+        raise TypeError(f"`{name}` must be an array, one row per image. Received: {name}={value!r}")
+    return array
+
+
 def normalized_images(batches: ClientBatches) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Makes batches of (image, label), float32 [B, 32, 32, 3] and int32 [B], while they are read.
 
@@ -243,7 +255,11 @@ def normalized_images(batches: ClientBatches) -> Callable[[tf.data.Dataset], tf.
 
     Returns:
       A function of a dataset of (image, label), for `client_data(...).preprocess`.
+
+    Raises:
+      TypeError: if `batches` is something else.
     """
+    checks.instance("batches", batches, ClientBatches)
 
     def normalise(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         scaled = tf.cast(images, tf.float32) / 255

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,12 +93,13 @@ def random_clients(client_ids: Sequence[str], num_clients: int, seed: int) -> li
       The sorted ids of the chosen clients.
 
     Raises:
-      TypeError, ValueError: if `num_clients` is invalid or exceeds the number of clients.
+      TypeError, ValueError: if an argument has the wrong type, or `num_clients` exceeds the number
+        of clients.
 
     >>> random_clients(["d", "b", "a", "c"], 2, seed=1)
     ['b', 'c']
     """
-    ordered = sorted(checks.instance("client_ids", client_ids, Iterable))
+    ordered = sorted(checks.strings("client_ids", client_ids))
     checks.integer("num_clients", num_clients, 1)
     checks.integer("seed", seed, 0)
     if num_clients > len(ordered):
@@ -125,7 +126,7 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
       ValueError: if `client_ids` is empty or names a client that `client_data` does not have.
     """
     checks.instance("client_data", client_data, tff.simulation.datasets.ClientData)
-    client_ids = list(checks.instance("client_ids", client_ids, Iterable))
+    client_ids = checks.strings("client_ids", client_ids)
     unknown = sorted(set(client_ids) - set(client_data.client_ids))
     if unknown or not client_ids:
         raise ValueError(
@@ -133,7 +134,7 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
             f"{len(client_data.client_ids)}. Received: {unknown[:5] or 'none at all'}"
         )
     return tff.simulation.datasets.ClientData.from_clients_and_tf_fn(
-        client_ids, client_data.serializable_dataset_fn
+        list(client_ids), client_data.serializable_dataset_fn
     )
 
 
@@ -153,9 +154,10 @@ def in_memory(
       ValueError for the id of no client.
 
     Raises:
-      TypeError, ValueError: if `max_clients` is not an integer of at least 1, or `client_data` has
-        no batches.
+      TypeError, ValueError: if an argument has the wrong type, `max_clients` is below 1, or
+        `client_data` has no batches.
     """
+    checks.instance("batches", batches, ClientBatches)
     checks.integer("max_clients", max_clients, 1)
     spec = getattr(client_data, "element_type_structure", None)
     if spec is None or any(part.shape.rank == 0 for part in tf.nest.flatten(spec)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 
+from tf_adaptive_dp import checks
+
 
 def folder(name: str, value: str | None, variable: str, how: str) -> pathlib.Path:
     """The folder of a data set.
@@ -16,8 +18,11 @@ def folder(name: str, value: str | None, variable: str, how: str) -> pathlib.Pat
       how: what the folder must hold and how to get it, for the error.
 
     Raises:
+      TypeError: if `value` is neither a path nor `None`.
       FileNotFoundError: if neither names a folder that exists.
     """
+    if value is not None:
+        checks.path(name, value)
     path = value or os.environ.get(variable)
     if not path or not pathlib.Path(path).is_dir():
         raise FileNotFoundError(

@@ -82,7 +82,7 @@ def bags_of_words(
       A function of a dataset of posts, for `ClientData.preprocess`; x is float32 [B, V].
 
     Raises:
-      TypeError: if `vocabulary` is something else, such as counts.
+      TypeError: if `vocabulary` is something else, such as counts, or `batches` is.
       ValueError: if `labels` is neither of these.
     """
     if not isinstance(vocabulary, Vocabulary):
@@ -91,6 +91,7 @@ def bags_of_words(
             "`counts.vocabulary(num_words=..., num_tags=...)`. Received: vocabulary of type "
             f"{type(vocabulary).__name__}"
         )
+    checks.instance("batches", batches, ClientBatches)
     checks.choice("labels", labels, LABELS)
     num_words, num_tags = len(vocabulary.words), len(vocabulary.tags)
 

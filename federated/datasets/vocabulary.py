@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+import tensorflow_federated as tff
 
 from federated.datasets.folder import folder
 from tf_adaptive_dp import checks
@@ -32,6 +33,7 @@ class Vocabulary:
       tags: the classes, the most frequent first.
 
     Raises:
+      TypeError: if they are no strings.
       ValueError: if one of them is empty or has duplicates.
     """
 
@@ -40,7 +42,7 @@ class Vocabulary:
 
     def __post_init__(self) -> None:
         for name in ("words", "tags"):
-            names = getattr(self, name)
+            names = checks.strings(name, getattr(self, name))
             if not names or len(set(names)) < len(names):
                 twice = [n for n, k in collections.Counter(names).items() if k > 1][:3]
                 raise ValueError(
@@ -63,6 +65,9 @@ class UserCounts:
       source: a description of the counted users.
       users: the counted users; `None` if unknown.
 
+    Raises:
+      TypeError: if an attribute has the wrong type.
+
     >>> counts = UserCounts({"the": 2, "qubit": 1}, {"physics": 2}, "two users", ("a", "b"))
     >>> counts.vocabulary(num_words=1)
     Vocabulary(words=('the',), tags=('physics',))
@@ -72,6 +77,13 @@ class UserCounts:
     tags: Mapping[str, int]
     source: str
     users: tuple[str, ...] | None
+
+    def __post_init__(self) -> None:
+        for name in ("words", "tags"):
+            checks.instance(name, getattr(self, name), Mapping)
+        checks.instance("source", self.source, str)
+        if self.users is not None:
+            checks.strings("users", self.users)
 
     def vocabulary(self, num_words: int = 10_000, num_tags: int = 500) -> Vocabulary:
         """The most frequent words and tags; the default numbers are those of AdaDPS."""
@@ -89,14 +101,16 @@ class UserCounts:
           private_client_ids: the clients of the training.
 
         Raises:
+          TypeError: if they are no list of strings, which could not equal the counted users.
           NotPrivateError: if one of them was counted, or the counted users are unknown.
         """
+        private = checks.strings("private_client_ids", private_client_ids)
         if self.users is None:
             raise NotPrivateError(
                 "Counts must be of users who are known and not trained on; use "
                 f"`count_users(heldout, ...)`. Received: {self.source}"
             )
-        both = sorted(set(self.users) & set(private_client_ids))
+        both = sorted(set(self.users) & set(private))
         if both:
             raise NotPrivateError(
                 "`private_client_ids` must not contain users that were counted; leave them out of "
@@ -118,8 +132,12 @@ def count_users(client_data: Any, client_ids: Sequence[str], source: str = "held
       source: the name of the split, for the description.
 
     Raises:
+      TypeError: if an argument has the wrong type.
       ValueError: if `client_ids` is empty or names an unknown user.
     """
+    checks.instance("client_data", client_data, tff.simulation.datasets.ClientData)
+    client_ids = checks.strings("client_ids", client_ids)
+    checks.instance("source", source, str)
     unknown = sorted(set(client_ids) - set(client_data.client_ids))
     if unknown or not client_ids:
         raise ValueError(

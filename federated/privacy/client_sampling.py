@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -163,14 +163,7 @@ def distinct_client_ids(client_ids: Sequence[str]) -> tuple[str, ...]:
     Raises:
       TypeError, ValueError: if they are not distinct strings, at least one.
     """
-    is_list = isinstance(client_ids, Iterable) and not isinstance(client_ids, str)
-    found = tuple(client_ids) if is_list else ()
-    if not is_list or not all(isinstance(c, str) for c in found):
-        raise TypeError(
-            "`client_ids` must be a list of strings; `client.decode()` makes one of bytes, and "
-            "`str(client)` of a number. "
-            f"Received: client_ids={client_ids!r}"
-        )
+    found = checks.strings("client_ids", client_ids)
     if not found or len(set(found)) < len(found):
         raise ValueError(
             "`client_ids` must be at least one, and all different: a client that is listed twice "

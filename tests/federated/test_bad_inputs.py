@@ -10,6 +10,9 @@ IDS = ["a", "b", "c", "d"]
 PRIVACY = federated.UserLevelPrivacy(1.0, 2, 4, clip=1.0)
 SAMPLER = federated.ClientSampler
 LEDGER = federated.UserLedger
+DIGITS, _ = datasets.load_digits(5)
+WORDS = datasets.Vocabulary(("a",), ("t",))
+COUNTS = datasets.UserCounts({"a": 1}, {"t": 1}, "heldout", ("ada",))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,28 @@ LEDGER = federated.UserLedger
         (lambda v: federated.Evaluation(None, lambda i: None, IDS, best=v), "best", 1.5),
         (lambda v: datasets.random_clients(v, 2, 0), "client_ids", None),
         (lambda v: datasets.subset(v, IDS), "client_data", "clients"),
+        (lambda v: datasets.random_clients(v, 2, 0), "client_ids", "ab"),
+        (lambda v: datasets.subset(DIGITS, v), "client_ids", ["client_1", 2]),
         (lambda v: datasets.client_data([1], [1], v), "partition", [0]),
+        (lambda v: datasets.client_data([1], [1], v), "partition", {1: [0]}),
+        (lambda v: datasets.client_data(v, [1], {"a": [0]}), "images", "4"),
+        (lambda v: datasets.client_data([1], v, {"a": [0]}), "labels", None),
+        (lambda v: datasets.load_cifar10(v), "data_dir", 1.5),
+        (lambda v: datasets.load_stackoverflow(v), "cache_dir", b"x"),
+        (lambda v: datasets.load_counts(v), "cache_dir", ["data"]),
+        (lambda v: datasets.Vocabulary(v, ("t",)), "words", None),
+        (lambda v: datasets.Vocabulary(("a",), v), "tags", "physics"),
+        (lambda v: datasets.UserCounts(v, {}, "heldout", None), "words", ["a"]),
+        (lambda v: datasets.UserCounts({}, {}, v, None), "source", None),
+        (lambda v: datasets.UserCounts({}, {}, "heldout", v), "users", "ada"),
+        (lambda v: COUNTS.require_other_users(v), "private_client_ids", "ada"),
+        (lambda v: COUNTS.require_other_users(v), "private_client_ids", [b"ada"]),
+        (lambda v: datasets.count_users(v, ["a"]), "client_data", None),
+        (lambda v: datasets.count_users(DIGITS, v), "client_ids", "client_1"),
+        (lambda v: datasets.count_users(DIGITS, ["client_1"], v), "source", 1.5),
+        (lambda v: datasets.in_memory(DIGITS, v), "batches", 4),
+        (lambda v: datasets.normalized_images(v), "batches", None),
+        (lambda v: datasets.bags_of_words(WORDS, v), "batches", "4"),
     ],
 )
 def test_wrong_arguments_are_named(call, name, value):
@@ -43,3 +67,11 @@ def test_wrong_arguments_are_named(call, name, value):
         call(value)
     assert f"`{name}` must be" in str(error.value)
     assert f"Received: {name}={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("rows", [1, "b", [], [[0]], [0.0], [-1], [1]])
+def test_rows_that_are_not_there_are_refused_with_their_client(rows):
+    with pytest.raises(ValueError, match="`partition` must give each client.*Received: 'a': "):
+        datasets.client_data([5], [1], {"a": rows})
+    with pytest.raises(ValueError, match="`partition` must have at least one client"):
+        datasets.client_data([5], [1], {})

@@ -300,7 +300,7 @@ def test_which_figure_is_better(best, mode, better):
         ({"client_ids": []}, "`client_ids` must be at least one"),
         ({"client_data": of_client, "client_ids": None}, "with at least one of `client_ids`"),
         ({"client_ids": "abc"}, "`client_ids` must be a list of strings"),
-        ({"client_ids": ["a", b"b"]}, r"`client_ids` must .*client.decode\(\).*str\(client\)"),
+        ({"client_ids": ["a", b"b"]}, r"`client_ids` must .*x.decode\(\).*str\(x\)"),
         ({"client_ids": ["a", "a"]}, "`client_ids` must be .* all different.*2 ids, 1 distinct"),
         ({"model_fn": real_rounds.model_fn}, "`model_fn` must .* compiled with its loss"),
         ({"model_fn": model_fn()}, "`model_fn` must be a function that returns a Keras model"),
