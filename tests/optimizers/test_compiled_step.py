@@ -238,7 +238,10 @@ REARRANGED = {
     "the start of a draw left out": ("drawn, of type Skip", lambda a: in_parts(a).skip(1)),
     "every other part": ("drawn, of type Shard", lambda a: in_parts(a).shard(2, 0).prefetch(1)),
     "incomplete draws": ("drawn, of type Repeat", lambda a: in_parts(a).take(4).repeat(2)),
-    "draws out of order": ("drawn, of type Options", lambda a: not_in_order(in_parts(a))),
+    "draws out of order": (
+        "drawn, of type Map",
+        lambda a: not_in_order(in_parts(a).map(unchanged)),
+    ),
     "a map out of order": (
         "drawn, of type Map",
         lambda a: in_parts(a).map(unchanged, num_parallel_calls=2, deterministic=False),
@@ -267,6 +270,7 @@ def test_parts_may_not_be_rearranged_after_they_were_drawn_or_repeated(way):
     [
         lambda a: in_parts(a).map(unchanged, num_parallel_calls=2).cache().prefetch(1).take(6),
         lambda a: batches_of(a).shuffle(3).shard(1, 0).repeat(2).take(6),
+        lambda a: not_in_order(batches_of(a)).repeat(2).prefetch(1),
         lambda a: in_parts(a).skip(3).repeat(2),
         lambda a: tf.data.Dataset.zip((in_parts(a), tf.data.Dataset.range(6))).map(lambda b, _: b),
     ],

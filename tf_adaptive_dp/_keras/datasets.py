@@ -22,7 +22,7 @@ _LEAVES_BATCHES = (*_LEAVES_ROWS, "Map")
 # What changes examples, or puts them into batches, but leaves none out.
 _LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
 # What keeps batches in their order, and leaves out none but the last ones.
-_KEEPS_ORDER = "AssertCardinality Cache CopyToDevice Map Options Prefetch Take Zip".split()
+_KEEPS_ORDER = "AssertCardinality Cache CopyToDevice Options Prefetch Take Zip".split()
 # The methods that may leave out elements, by the names of their data sets.
 _CHOICES = {
     "Filter": "filter",
@@ -120,11 +120,23 @@ def rearranges_parts(
     Returns:
       The name of a data set of TensorFlow's, such as "Shuffle"; or `None`.
     """
+    with tf.init_scope():  # a step may be traced now
+        in_order = dataset.options().deterministic is not False
+    return _rearranges(dataset, parts, is_draw, in_order)
+
+
+def _rearranges(
+    dataset: tf.data.Dataset,
+    parts: int,
+    is_draw: Callable[[tf.data.Dataset], bool],
+    in_order: bool,
+) -> str | None:
+    """See `rearranges_parts`; `in_order` says whether functions run in the order of elements."""
     if is_draw(dataset) or hasattr(dataset, "_batch_size"):
         return None
     kind, inputs = _kind(dataset), input_datasets(dataset)
     for source in inputs:
-        found = rearranges_parts(source, parts, is_draw)
+        found = _rearranges(source, parts, is_draw, in_order)
         if found is not None:
             return found
     of_draws = any(_has(source, is_draw) for source in inputs)
@@ -133,12 +145,13 @@ def rearranges_parts(
     if kind == "Skip":
         kept = tf.get_static_value(dataset._count) % parts == 0
     elif kind == "Repeat":  # of a pass over data that were not drawn, `batches_of_a_pass` says it
-        with tf.init_scope():  # a step may be traced now
+        with tf.init_scope():
             kept = not of_draws or int(inputs[0].cardinality()) % parts == 0
+    elif kind == "Map":
+        kept = in_order and not _reorders(dataset)
     else:
-        kept = kind in _KEEPS_ORDER and not _reorders(dataset)
-    with tf.init_scope():
-        return None if kept and dataset.options().deterministic is not False else kind
+        kept = kind in _KEEPS_ORDER
+    return None if kept else kind
 
 
 def _has(dataset: tf.data.Dataset, condition: Callable[[tf.data.Dataset], bool]) -> bool:
