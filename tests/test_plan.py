@@ -953,7 +953,7 @@ def test_calls_that_would_leave_out_the_last_steps_are_refused(tmp_path, calls, 
 
 @pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("calls, parts", [(4, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize("calls, parts", [(4, 2), (4, 1), (2, 4)])
 def test_runs_with_several_steps_a_call_are_finished(tmp_path, calls, parts):
     def run(calls, *callbacks):
         plan = planned()
