@@ -204,7 +204,7 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
 def test_an_epoch_that_ends_within_a_batch_is_refused(make):
     model = catalogue.mlp()
