@@ -226,7 +226,7 @@ def test_nor_does_a_penalty_move_them_and_fit_says_so(name):
     model.compile(optimizer, loss="mse")
     before, x = model.get_weights(), np.ones([40, 2], "float32")
     needed = {"ADADP": 2, "UntunedSGD": 5}[name]
-    with pytest.warns(UserWarning, match=f"No weights have changed: all 2 .*need {needed}, and"):
+    with pytest.warns(UserWarning, match=f"No weights have changed: all .*need {needed}, and"):
         model.fit(x, x[:, 0], batch_size=20, verbose=0)
     assert optimizer.ledger.num_releases == 2
     for then, now in zip(before, model.get_weights()):

@@ -31,7 +31,7 @@ _UNFINISHED = (
 )
 
 _ONLY_MEASURED = (
-    "No weights have changed: all {releases} batches so far measured the norms of gradients. At "
+    "No weights have changed: all batches of this optimizer measured the norms of gradients. At "
     "this noise and batch size that will need {needed}, and more if few gradients stand out from "
     "the noise. Train for more steps or in larger batches, or use an optimizer with a given clip "
     "norm, such as `ADADP(l2_norm_clip=1.0, ...)`."
@@ -180,6 +180,5 @@ def check_finished_fit(optimizer: Any) -> None:
         message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
         warnings.warn(message, stacklevel=level_of_caller())
     if optimizer.has_only_measured:
-        releases, needed = optimizer.ledger.num_releases, optimizer.batches_to_measure
-        message = _ONLY_MEASURED.format(releases=releases, needed=needed)
+        message = _ONLY_MEASURED.format(needed=optimizer.batches_to_measure)
         warnings.warn(message, stacklevel=level_of_caller())

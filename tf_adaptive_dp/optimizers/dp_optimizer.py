@@ -187,7 +187,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
     @property
     def has_only_measured(self) -> bool:
-        """Whether all batches so far found scales, so that no weights have changed."""
+        """Whether all of its batches so far found scales, so that it has changed no weights.
+
+        A copy measures anew, whatever its ledger holds of the batches before.
+        """
         return self.ledger.num_releases > 0 and self._mechanism.has_only_measured()
 
     @property
