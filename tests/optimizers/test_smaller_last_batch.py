@@ -77,6 +77,47 @@ def test_a_later_fit_goes_on_with_batches_of_the_same_size_only():
     assert made.optimizer.ledger.num_releases == 2
 
 
+def _copied(made, folder):
+    copy = catalogue.mlp()
+    copy.set_weights(made.get_weights())
+    old = made.optimizer
+    copy.compile(type(old).from_config(old.get_config()), loss=catalogue.loss())
+    return copy
+
+
+def _loaded(made, folder):
+    made.save(folder / "model.keras")
+    return tf.keras.models.load_model(folder / "model.keras")
+
+
+@pytest.mark.parametrize("successor", [_copied, _loaded])
+def test_a_size_that_fit_found_is_none_that_was_declared_to_a_copy(successor, tmp_path):
+    """Batches of 12 counted as Poisson batches of 8 then, since 12 may be such a draw."""
+    made = model()
+    assert fit(made, 20) == 3
+    same, larger = successor(made, tmp_path), successor(made, tmp_path)
+    assert fit(same, 20) == 6
+    assert same.optimizer.ledger.segments == [(1.0, 8.0, 6)]
+    if successor is _copied:
+        assert fit(larger, 20, batch_size=12) == 5
+        assert larger.optimizer.ledger.segments == [(1.0, 8.0, 3), (1.0, 12.0, 2)]
+    else:
+        with pytest.raises(ValueError, match="batches of 12 examples, and a last one of 8"):
+            fit(larger, 20, batch_size=12)
+    given = model(expected_batch_size=8)
+    fit(given, 20)
+    assert successor(given, tmp_path).optimizer.expected_batch_size == 8.0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loaded_model_goes_on_whichever_batch_came_first(shuffle, tmp_path):
+    made = model()
+    made.fit(Batches(8, batch_size=8), epochs=3, shuffle=shuffle, verbose=0)
+    loaded = _loaded(made, tmp_path)
+    loaded.fit(Batches(8, batch_size=8), epochs=3, shuffle=shuffle, verbose=0)
+    assert loaded.optimizer.ledger.segments == [(1.0, 8.0, 18)]
+
+
 def examples(num_examples=20):
     return tf.data.Dataset.from_tensor_slices(catalogue.data(num_examples))
 

@@ -109,6 +109,11 @@ class BatchSizes:
         self._expected.assign(value or 0.0)
         self._most.assign(0.0)
 
+    @property
+    def declared(self) -> float | None:
+        """L, if the user gave it: a copy that trains in other batches must find its own."""
+        return None if self._most.numpy() else self.expected
+
     def expect_at_most(self, size: int) -> None:
         """Makes the size of full batches the expected one: the last of an epoch may be smaller.
 
@@ -116,6 +121,8 @@ class BatchSizes:
         """
         self.expected = size * self._parts
         self._most.assign(size)
+        # The smaller one may come first. An optimizer that is loaded goes on with this size.
+        self._first.assign(size)
 
     @property
     def rows_per_batch(self) -> int:

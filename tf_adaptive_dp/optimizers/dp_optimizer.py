@@ -692,6 +692,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self.ledger.other_events = events
         if information is not None:
             config["side_information"] = information
+        config["expected_batch_size"] = self.expected_batch_size
         copy = type(self).from_config(config)
         # The weights would remember its ledger in place of this one, and this one goes on. Nor may
         # its batches, which are none, take the place of those of another optimizer.
@@ -726,7 +727,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
             "examples_per_user": self.examples_per_user,
-            "expected_batch_size": self.expected_batch_size,
+            "expected_batch_size": self._mechanism.sizes.declared,
             "clipping": serialize(self.clipping),
             "gradients": self.gradients,
             "gradient_accumulation_steps": self.parts_per_batch,
