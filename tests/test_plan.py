@@ -773,10 +773,12 @@ def of_tokens(outputs):
     each = tf.keras.layers.Dense(7, "softmax", name="each")(hidden)
     pooled = tf.keras.layers.GlobalAveragePooling1D()(hidden)
     of_all = tf.keras.layers.Dense(3, "softmax", name="of_all")(pooled)
-    return tf.keras.Model(inputs, {"one": each, "two": {"each": each, "of_all": of_all}}[outputs])
+    two = {"each": each, "of_all": of_all}
+    return tf.keras.Model(inputs, {"one": each, "two": two, "list": [of_all, each]}[outputs])
 
 
 TOKENS = np.arange(5 * N).reshape(N, 5) % 7
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 
 @pytest.mark.slow_after(2)
@@ -803,6 +805,34 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
     share = 24 / plan.sampling.max_batch_size
     np.testing.assert_allclose(np.mean(history["loss"]), share * np.ravel(before)[0], rtol=0.3)
     # The zeros of the weights have kept their signs, by which draws are told apart.
+    assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
+
+
+@pytest.mark.parametrize(
+    ("y", "loss"),
+    [
+        ({"each": TOKENS, "of_all": TOKENS[:, 0] % 3}, CROSS_ENTROPY),
+        (
+            {"each": TOKENS, "of_all": TOKENS[:, 0] % 3},
+            dict.fromkeys(("each", "of_all"), CROSS_ENTROPY),
+        ),
+        ([TOKENS[:, 0] % 3, TOKENS], [CROSS_ENTROPY, CROSS_ENTROPY]),
+        (TOKENS, [None, CROSS_ENTROPY]),
+    ],
+    ids=["named targets", "named losses", "lists", "loss of one output"],
+)
+def test_losses_of_tokens_belong_to_any_of_the_outputs(y, loss):
+    """A model whose outputs form a list pairs them with targets by name or by place."""
+    if GENERATION == 2 and not isinstance(y, (dict, list)):
+        pytest.skip("Keras 2 gives a single target to each output")
+    plan, model = planned(batch_size=24, epochs=1), of_tokens("list")
+    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
+    model.compile(optimizer, loss)
+    before = model.evaluate(TOKENS, y, verbose=0)
+    history = plan.fit(model, TOKENS, y, verbose=0).history
+    assert optimizer.ledger.segments == [(1.0, 24.0, 3)]
+    share = 24 / plan.sampling.max_batch_size
+    np.testing.assert_allclose(history["loss"], share * np.ravel(before)[0], rtol=0.3)
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -204,8 +205,8 @@ def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) ->
 
     Returns:
       The batches with weights [B, 1, ...] for each output that has several losses per example.
-      Where structures of targets and outputs differ, a model was compiled without a loss, or has no
-      `call`, since its `train_step` does all of it, the batches are as they were.
+      Where it is unknown which target belongs to which output, a model was compiled without a loss,
+      or has no `call`, since its `train_step` does all of it, the batches are as they were.
     """
     x, y, given = batches.element_spec
     aligned = 2 if GENERATION == 3 else 3  # axes of targets
@@ -214,22 +215,30 @@ def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) ->
     if not model.loss or type(model).call is keras.Model.call:
         return batches
     ranks = _ranks_of_losses(model, x, y)
-    if not ranks or max(ranks) < 2:
+    if max((rank for rank, _ in ranks.values()), default=0) < 2:
         return batches
-    each_has_own = len(tf.nest.flatten(given)) > 1
+    each_has_own = tf.nest.is_nested(given)
+    if each_has_own and (isinstance(given, dict) != isinstance(y, dict) or len(given) < len(y)):
+        return batches  # Keras says what does not fit
 
     def expanded(x: Any, y: Any, weights: Any) -> tuple:
-        of_outputs = tf.nest.flatten(weights) if each_has_own else [weights] * len(ranks)
-        wide = [
-            tf.reshape(w, [-1, *[1] * (rank - 1)]) if w.shape.rank == 1 else w
-            for w, rank in zip(of_outputs, ranks)
-        ]
-        return x, y, tf.nest.pack_sequence_as(y, wide)
+        by_key = _by_key(weights)
+        of_targets = [by_key[key if each_has_own else None] for key in _by_key(y)]
+        wide = {}
+        for output, (rank, target) in ranks.items():
+            own = of_targets[target]
+            wide[output] = tf.reshape(own, [-1, *[1] * (rank - 1)]) if own.shape.rank == 1 else own
+        if None in wide:  # a single output
+            return x, y, wide[None]
+        if all(isinstance(output, str) for output in wide):
+            return x, y, wide
+        # Outputs without a target have weights, too, which nothing reads.
+        return x, y, tuple(wide.get(k, of_targets[0]) for k in range(max(wide) + 1))
 
     return batches.map(expanded)
 
 
-def _ranks_of_losses(model: keras.Model, x: Any, y: Any) -> list[int]:
+def _ranks_of_losses(model: keras.Model, x: Any, y: Any) -> dict[Any, tuple[int, int]]:
     """The number of axes of the loss of each output before Keras reduces it.
 
     Args:
@@ -238,38 +247,80 @@ def _ranks_of_losses(model: keras.Model, x: Any, y: Any) -> list[int]:
       y: those of targets.
 
     Returns:
-      An empty list where the structures of targets and outputs differ.
+      By the key of each output that has a target: the number of axes of its loss, and the place of
+      the target in the flattened `y`. It is empty where targets and outputs do not fit.
     """
+    targets = tf.nest.flatten(y)
+    places: dict[Any, int] = {}
 
-    def losses(x: Any, y: Any) -> list[Any]:
+    def losses(x: Any, targets: Sequence[Any]) -> list[Any]:
         outputs = model(x, training=True)
-        try:
-            tf.nest.assert_same_structure(y, outputs)
-        except (TypeError, ValueError):
-            return []
-        parts = tf.nest.flatten(outputs)
-        return list(
-            map(_unreduced, _losses_of_outputs(model.loss, outputs), tf.nest.flatten(y), parts)
-        )
+        by_key = _by_key(outputs)
+        of_outputs = _losses_of_outputs(model, outputs)
+        places.update(_places_of_targets(model, y, outputs, of_outputs))
+        return [
+            _unreduced(of_outputs[key], targets[place], by_key[key])
+            for key, place in places.items()
+        ]
 
     if GENERATION == 2:
         function = tf.function(losses, autograph=False)
-        return [loss.shape.rank for loss in function.get_concrete_function(x, y).structured_outputs]
-    given = tf.nest.map_structure(
-        lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), (x, y)
-    )
-    return [
-        len(loss.shape) for loss in internal_module("backend").compute_output_spec(losses, *given)
-    ]
+        found = function.get_concrete_function(x, targets).structured_outputs
+    else:
+        given = tf.nest.map_structure(
+            lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), (x, targets)
+        )
+        found = internal_module("backend").compute_output_spec(losses, *given)
+    return {key: (len(loss.shape), place) for (key, place), loss in zip(places.items(), found)}
 
 
-def _losses_of_outputs(loss: Any, outputs: Any) -> list[Any]:
-    """What `model.compile` got as the loss of each output, in the order of the outputs."""
-    count = len(tf.nest.flatten(outputs))
-    if isinstance(loss, dict) and isinstance(outputs, dict):
-        return [loss.get(name) for name in sorted(outputs)]
+def _by_key(values: Any) -> dict[Any, Any]:
+    """Outputs, or what belongs to each, by name or place; `None` is the key of a single one."""
+    if isinstance(values, dict):
+        return dict(sorted(values.items()))
+    return dict(enumerate(values)) if isinstance(values, (list, tuple)) else {None: values}
+
+
+def _places_of_targets(
+    model: keras.Model, y: Any, outputs: Any, losses: dict[Any, Any]
+) -> dict[Any, int]:
+    """Which of the flattened targets belongs to which output, as Keras pairs them.
+
+    Args:
+      model: a compiled model.
+      y: the targets, or what has their structure.
+      outputs: the outputs of the model.
+      losses: what `_losses_of_outputs` found.
+
+    Returns:
+      The places in the order of the outputs; none for outputs without a target. It is empty where
+      the two do not fit.
+    """
+    of_targets, keys = _by_key(y), list(losses)
+    if any(tf.nest.is_nested(v) for v in (*of_targets.values(), *_by_key(outputs).values())):
+        return {}
+    places = {key: place for place, key in enumerate(of_targets)}
+    if isinstance(y, dict):
+        names = keys if isinstance(outputs, dict) else getattr(model, "output_names", keys)
+        if not set(places) <= set(names):
+            return {}
+        return {key: places[name] for key, name in zip(keys, names) if name in places}
+    if len(keys) != len(places):  # then the targets are those of the outputs that have a loss
+        keys = [key for key in keys if losses[key] is not None]
+    return dict(zip(keys, range(len(keys)))) if len(keys) == len(places) else {}
+
+
+def _losses_of_outputs(model: keras.Model, outputs: Any) -> dict[Any, Any]:
+    """What `model.compile` got as the loss of each output, by the keys of the outputs."""
+    keys, loss = list(_by_key(outputs)), model.loss
+    if isinstance(loss, dict):
+        named = isinstance(outputs, dict) or not hasattr(model, "output_names")
+        names = keys if named else model.output_names
+        return {key: loss.get(name) for key, name in zip(keys, names)}
     parts = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-    return parts if len(parts) == count else [parts[0] if len(parts) == 1 else None] * count
+    if len(parts) != len(keys):
+        parts = [parts[0] if len(parts) == 1 else None] * len(keys)
+    return dict(zip(keys, parts))
 
 
 def _unreduced(loss: Any, target: Any, output: Any) -> Any:
