@@ -1186,6 +1186,24 @@ def test_all_adapted_layers_make_one_warning_and_their_parts_are_not_named(recwa
     assert "lookup" not in message and "`vocabulary`" in message and "`mean`" in message
 
 
+WORDS = np.resize(np.array(["a", "b", "unknown"]), [N, 1])
+
+
+@pytest.mark.parametrize("kind", ["strings", "objects", "series"])
+def test_validation_data_may_hold_strings_as_training_data_do(kind):
+    words = WORDS.astype(object) if kind == "objects" else WORDS
+    if kind == "series":
+        words = pytest.importorskip("pandas").Series(WORDS[:, 0])
+    inputs = {"x": tf.keras.Input([1], name="x"), "word": tf.keras.Input([1], dtype="string")}
+    encoded = tf.keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    both = tf.keras.layers.Concatenate()([inputs["x"], encoded(inputs["word"])])
+    model, plan = tf.keras.Model(inputs, tf.keras.layers.Dense(4)(both)), planned(epochs=1)
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    x = {"x": X[:, :1], "word": words}
+    history = plan.fit(model, x, Y, validation_data=(x, Y), verbose=0).history
+    assert np.isfinite(history["val_loss"]).all()
+
+
 def test_the_normalization_of_a_plan_is_not_warned_of(recwarn):
     plan = planned(epochs=1, normalize_inputs=True)
     layers = [tf.keras.Input(X.shape[1:]), plan.normalization(X), tf.keras.layers.Dense(4)]

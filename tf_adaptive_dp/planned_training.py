@@ -371,6 +371,9 @@ class PlannedTraining:
         path = None if run is None else run.history_path
         history = RunHistory(lambda: monitor.not_private, path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
+        if "validation_data" in fit_arguments:
+            validation_data = _with_strings_for_keras(fit_arguments["validation_data"])
+            fit_arguments = {**fit_arguments, "validation_data": validation_data}
         self._optimizer, self.model, self._history = model.optimizer, model, history
         with _explaining_batches(model), short_assertions():
             of_keras = model.fit(
@@ -689,6 +692,24 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
     arrays = {name: _arrays(name, part) for name, part in parts.items() if part is not None}
     checks.equal_rows(arrays)
     return tuple(arrays.values())
+
+
+def _with_strings_for_keras(data: Any) -> Any:
+    """Validation data with tensors in place of arrays of strings, which Keras 3 rejects."""
+    if not isinstance(data, (list, tuple)) or not data:
+        return data
+
+    def readable(value: Any) -> Any:
+        if not isinstance(value, np.ndarray) and not hasattr(value, "to_numpy"):
+            return value
+        array = checks.array(value)
+        if array.dtype.kind not in "OSU":
+            return value
+        checks.numbers_or_strings("validation_data", array)
+        return tf.constant(array)
+
+    x, *others = data
+    return (tf.nest.map_structure(readable, x), *others)
 
 
 def _arrays(name: str, part: Any) -> Any:
