@@ -35,10 +35,11 @@ _ONE_PER_EXAMPLE = (
     '(`reduction="none"`).'
 )
 _OWN_COUNT = (
-    'If a layer masks entries (`mask_zero=True`), give the Keras loss `reduction="sum"`, which '
-    "adds up the valid entries of each example. For a mean over them, divide the losses of each "
-    "example by a count of its own: `tf.math.divide_no_nan(tf.reduce_sum(mask * loss, axis=1), "
-    'tf.reduce_sum(mask, axis=1))`, with the losses of a Keras loss that has `reduction="none"`.'
+    "If a layer masks entries (`mask_zero=True`), or the loss ignores them (`ignore_class`), give "
+    'the Keras loss `reduction="sum"`, which adds up the valid entries of each example. For a mean '
+    "over them, divide the losses of each example by a count of its own: "
+    "`tf.math.divide_no_nan(tf.reduce_sum(mask * loss, axis=1), tf.reduce_sum(mask, axis=1))`, "
+    'with the losses of a Keras loss that has `reduction="none"`.'
 )
 _DICE = (
     "Give the Keras loss the axes of one example, such as `Dice(axis=(1, 2, 3))` for images: by "
