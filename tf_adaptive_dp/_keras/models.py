@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
 from tf_adaptive_dp._keras.graphs import spec_of_replicas
 from tf_adaptive_dp._keras.tracing import in_xla
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import native, uncounted_variables
 
 
 def uncounted_loss_of_step(model: tf.keras.Model, batch: Any) -> tf.Tensor:
@@ -86,6 +87,32 @@ def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
     callback._supports_tf_logs = True
 
 
+def have_metrics_made_outside(model: keras.Model) -> None:
+    """Spares the step that is being traced a second trace, which making its metrics would cause.
+
+    Keras makes metrics that were compiled by name when it has the first predictions, after the
+    step of the optimizer.
+
+    Args:
+      model: a compiled model that trains on one replica.
+    """
+    container = _metrics_of(model)
+    if container is None or container.built:
+        return
+    build, own = container.build, vars(container).get("build")
+
+    @functools.wraps(build)
+    def build_outside(*args: Any, **kwargs: Any) -> None:
+        if own is None:
+            del container.build
+        else:
+            container.build = own
+        with uncounted_variables():
+            build(*args, **kwargs)
+
+    container.build = build_outside
+
+
 def leave_padding_out_of_metrics(model: keras.Model) -> None:
     """Lets metrics that were compiled without weights count the rows that have a weight.
 
@@ -108,6 +135,7 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
         build(*args, **kwargs)
         _give_weights_to_all_metrics(container)
 
+    build_and_give.leaves_padding_out = True  # type: ignore[attr-defined]
     container.build = build_and_give
 
 
@@ -118,7 +146,7 @@ def metrics_without_weights(model: keras.Model) -> list[str]:
       model: a compiled model, or what takes its place in a loop of the user's own.
     """
     container = _metrics_of(model)
-    if container is None or "build" in vars(container):  # see `leave_padding_out_of_metrics`
+    if container is None or hasattr(container.build, "leaves_padding_out"):
         return []
     if container.built:
         of_outputs = container._flat_metrics if GENERATION == 3 else container._metrics

@@ -21,7 +21,7 @@ def uncounted_variables() -> Iterator[None]:
     """Makes variables that the `tf.function` being traced does not count as its own.
 
     Otherwise TensorFlow would trace the function a second time after the first call. A model that
-    creates variables in its first step, such as metrics given by name, still causes that.
+    creates other variables in its first step still causes that.
     """
     with tf.init_scope(), tf.variable_creator_scope(_make_uncounted):
         yield

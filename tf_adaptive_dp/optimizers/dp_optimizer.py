@@ -20,8 +20,11 @@ from tf_adaptive_dp._keras.callers import (
     is_in_fit,
     running_callbacks,
     running_fit,
+    running_models,
     trained_variables_of_loaded_model,
 )
+from tf_adaptive_dp._keras.graphs import is_symbolic
+from tf_adaptive_dp._keras.models import have_metrics_made_outside
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
     add_state,
@@ -549,8 +552,14 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             note_ledger([native(v) for v in var_list], self.ledger)
 
     def _build_outside(self, variables: Sequence[tf.Variable], loss: tf.Tensor) -> None:
-        """Creates slots in the first step without having its `tf.function` traced twice."""
+        """Creates slots in the first step without having its `tf.function` traced twice.
+
+        Nor do metrics that its model has yet to make cause that.
+        """
         read = handles_read(loss)
+        if is_symbolic(loss) and num_replicas() == 1:
+            for model in running_models():
+                have_metrics_made_outside(model)
         with _one_at_a_time(), uncounted_variables():
             self.build(variables)
             if tf.executing_eagerly() and not self._only_inspects:
