@@ -265,7 +265,8 @@ def plot(
                     for t in chosen
                     if t.settings["judged_on"] == judged_on
                 )
-                axis.plot(*zip(*points), marker, color=f"C{number}", label=f"{title}, {judged_on}")
+                label = f"{title}, {judged_on.replace('_', '-')}"
+                axis.plot(*zip(*points), marker, color=f"C{number}", label=label)
         axis.set(title=part.common["part"], xlabel="learning rate", ylabel="accuracy")
         axis.set_xscale("log")
         axis.grid(alpha=0.3)
