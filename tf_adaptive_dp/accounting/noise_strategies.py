@@ -157,7 +157,7 @@ class ToeplitzStrategy(NoiseStrategy):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the noise of a step is bounded however many steps there are: `ToeplitzNoise`."""
+        """Whether the noise of a step stays bounded in a long run; see `ToeplitzNoise`."""
         following = (*self.coefficients[1:], 0.0)
         falls = [k for k, (c, n) in enumerate(zip(self.coefficients, following), 1) if c > n]
         return math.gcd(*falls) == 1

@@ -70,7 +70,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
       learning_rate: the first η. The first steps find a suitable rate from almost any value.
       tolerance: tol at the start. `None` uses min(√d / 50, max(1, √(d / 270,000))) for d
         parameters: 1, the value printed in the paper, from 2,500 to 270,000 parameters. With
-        `normalized_inputs` it is less than 1 for less than 40,000 parameters and σ < 8; see
+        `normalized_inputs` it is less than 1 for fewer than 40,000 parameters and σ < 8; see
         `update_rules.step_doubling.default_tolerance`. The paper's code counted every parameter
         ten times in err, so its results correspond to 1/√10. See `suggest_tolerance`.
       tolerance_decay: how fast tol falls. 0 keeps it constant.
@@ -164,9 +164,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
                 "gradients that are equally noisy. In trees, and with a ToeplitzNoise of equal "
                 f"coefficients, the noise differs from step to step. Received: noise={noise!r}"
             )
-        # In units of independent noise; see `_of_sums`.
-        self._noise_in_difference = noise.difference_deviation()
-        self._noise_in_sums = noise.drift_deviation()
+        self._steady_noise = noise
         self.initial_factor = checks.number("initial_factor", initial_factor, 1)
         self.normalized_inputs = checks.boolean("normalized_inputs", normalized_inputs)
         if freeze_learning_rate_after is not None:
@@ -273,8 +271,8 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         return step_doubling.error_of_sums(
             error,
             eta / math.sqrt(2) * self._mechanism.noise_stddev() * relative,
-            self._noise_in_difference,
-            self._noise_in_sums,
+            self._steady_noise.difference_deviation(),
+            self._steady_noise.drift_deviation(),
         )
 
     def _tolerance_now(self) -> tf.Tensor:
@@ -284,7 +282,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
             first = step_doubling.default_tolerance(
                 num_parameters,
                 self.normalized_inputs,
-                self._mechanism.sigma() * self._noise_in_sums,
+                self._mechanism.sigma() * self._steady_noise.drift_deviation(),
             )
         return step_doubling.decayed_tolerance(first, self.iterations // 2, self.tolerance_decay)
 

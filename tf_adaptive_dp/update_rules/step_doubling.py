@@ -290,7 +290,7 @@ def default_tolerance(
     If the inputs are normalized, small networks get at least √(σ / 8), or 1 if that is less. The
     noise of a step moves the model by about tol, and the gradients move it in proportion to η, so
     to tol / σ. With more noise, tol has to be larger, or the gradients would not move the model far
-    enough. From 40,000 parameters on, it is 1 at least, and (d / 40,000)² leads there. These laws
+    enough. They also get at least (d / 40,000)², which reaches 1 at 40,000 parameters. Both laws
     were chosen on held-out training data (docs/results.md, `adadp_tolerance`), where inputs that
     were not normalized did worse with less than 1.
 
