@@ -298,6 +298,7 @@ class StopsAfter(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@pytest.mark.slow_on(2)
 def test_a_run_that_was_stopped_within_epochs_makes_all_its_steps(tmp_path):
     x, y = np.ones([16, 2], "float32"), np.zeros([16])
     plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=4, epochs=2)

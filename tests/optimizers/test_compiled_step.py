@@ -162,6 +162,7 @@ def test_callbacks_and_samplings_know_better_how_many_examples_there_are(eagerly
     assert fewest(dp.poisson_batches(arrays, sampling)) is None
 
 
+@pytest.mark.slow_on(2)
 def test_accumulated_batches_end_with_a_pass_without_a_callback_too():
     """An example at the end of one pass and the start of the next would move the sum by 2C."""
 

@@ -250,6 +250,7 @@ def test_no_batch_may_hold_an_example_several_times(way):
     assert not model.optimizer.ledger.num_releases
 
 
+@pytest.mark.slow_on(2)
 def test_batches_may_be_made_of_parts_of_the_data_in_many_ways():
     x, y = catalogue.data()
     single, of_x, of_y = map(Dataset.from_tensor_slices, ((x, y), x, y))
@@ -331,6 +332,7 @@ def test_a_map_of_batches_may_not_pad_to_the_longest_example():
         model.fit(batches, verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_a_map_of_batches_may_change_each_row_alone():
     def in_python(x):
         return x * np.float32(2)

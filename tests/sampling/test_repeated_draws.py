@@ -573,6 +573,7 @@ def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
     assert epsilon(SIGMA, Q, 8, DELTA) < spent == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
 
 
+@pytest.mark.slow_on(2)
 def test_optimizers_that_only_inspect_displace_no_batches():
     """After 17 new models were validated, ε of one that trained on was that of new batches."""
     kept = list(dp.poisson_batches(data(), SAMPLING).take(2))
@@ -611,6 +612,7 @@ def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_eac
         assert draw.distance == distance
 
 
+@pytest.mark.slow_on(2)
 def test_numbers_outlive_many_later_optimizers():
     """After 17 others, ε of an optimizer that went on was that of new batches: 3.4 for 12.5."""
     draw_numbers._OF_PROCESS.clear()

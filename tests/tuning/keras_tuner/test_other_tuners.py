@@ -54,6 +54,7 @@ def test_on_replicas_each_trial_says_so_too(tmp_path, monitored):
     assert model.optimizer.ledger.chosen_by_search
 
 
+@pytest.mark.slow_on(2)
 def test_an_honest_search_needs_no_word(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
