@@ -107,6 +107,18 @@ def test_batches_show_their_step():
         assert 0 < marks.sum() < (weights == 0).sum()
 
 
+@pytest.mark.parametrize("of_examples", [-0.0, -1e-40, -1e-300])
+def test_weights_of_examples_are_no_marks(of_examples):
+    """A single weight of -0.0 made the step of its batch fail, as one drawn for another step."""
+    sampling = CyclicPoissonSampling(0.4, 4, 64, 12)
+    x, y = numbered(100)
+    weights = np.full(100, of_examples, np.float64)
+    batches = dp.poisson_batches((x, y, weights), sampling, key=KEY)
+    for step, (_, _, weights) in enumerate(batches.as_numpy_iterator()):
+        marks = (weights.astype(np.float32) == 0) & np.signbit(weights)
+        assert batch_order.shown(marks) == step ^ batch_order.code_of_period(4)
+
+
 def test_to_go_on_needs_the_key_of_the_groups():
     sampling = CyclicPoissonSampling(0.4, 4, 64, 12)
     with pytest.raises(ValueError, match="pass the `key`"):

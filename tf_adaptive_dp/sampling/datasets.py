@@ -44,6 +44,8 @@ __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 DRAWS_PER_CALL = 16
 # What stands for an unknown word in Keras's lookup layers.
 _UNKNOWN = b"[UNK]"
+# Smaller weights may count as zeros in the step, and would keep their sign.
+_LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 
 
 def poisson_batches(
@@ -460,9 +462,15 @@ def _refuse_several_workers() -> None:
 
 
 def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
-    """Sets the sign of the zeros in marked rows, which encodes the draw; they stay zeros."""
+    """Sets the sign of the zeros in marked rows, which encodes the draw; they stay zeros.
+
+    What an example brings along must not look like a mark: its own -0.0, or a negative number that
+    float32 has no place for, becomes 0.0.
+    """
     if not weights.dtype.is_floating:  # whole numbers have no such zeros
         weights = tf.cast(weights, tf.float32)
+    vanishes = tf.abs(tf.cast(weights, tf.float32)) < _LEAST_WEIGHT
+    weights = tf.where(vanishes, tf.zeros([], weights.dtype), weights)
     marked = tf.reshape(marked, [-1] + [1] * (weights.shape.rank - 1))
     return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
 
