@@ -233,7 +233,14 @@ def test_too_little_padding_shows_nothing():
 
 
 def test_other_periods_have_other_codes():
-    assert len({batch_order.code_of_period(period) for period in range(2, 300)}) == 298
+    codes = {batch_order.code_of_period(period) for period in range(2, 1025)}
+    assert len(codes) == 1023 and max(codes) < 2**batch_order.BITS_OF_PERIOD
+
+
+def test_other_groups_have_other_codes():
+    codes = {batch_order.code_of_groups(bytes([k] * 32)) for k in range(256)}
+    assert len(codes) > 140 and not any(c % 2**batch_order.BITS_OF_PERIOD for c in codes)
+    assert max(codes) < 2**batch_order.BITS
 
 
 # Of JAX-Privacy 2.0.0, `matrix_factorization.toeplitz` in float64 for 1,000 steps: c_0 and c_1, d_k

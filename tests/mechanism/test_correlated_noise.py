@@ -313,12 +313,12 @@ def test_under_xla_such_a_release_counts_as_one_without_noise():
 WITHOUT_PADDING = np.linspace(0.5, 1.0, 64, dtype="float32")
 
 
-def weights_of(step, period, rows=64, drawn=20):
-    """The weights of a batch that shows a step."""
+def weights_of(step, period, rows=64, drawn=20, groups=0):
+    """The weights of a batch that shows a step and the code of its groups."""
     random = np.random.default_rng([step, drawn])
     padding = np.ones(rows, bool)
     padding[random.choice(rows, drawn, replace=False)] = False
-    marks = batch_order.marked(padding, random.random(rows) < 0.5, step, period)
+    marks = batch_order.marked(padding, random.random(rows) < 0.5, step, period, groups)
     return np.where(padding, np.where(marks, -0.0, 0.0), 1.0).astype("float32")
 
 
@@ -353,12 +353,43 @@ def test_a_batch_that_was_drawn_for_another_step_is_refused():
     assert [c.checked for c in optimizer.ledger.checks] == [4]
 
 
+OTHER_GROUPS = batch_order.code_of_groups(bytes(32))
+
+
+@pytest.mark.parametrize("first", [weights_of(0, 4, groups=OTHER_GROUPS), WITHOUT_PADDING])
+def test_a_batch_from_other_groups_is_refused(first):
+    """It passed as one for its step, though its examples may have been in the step before."""
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
+    step = trained(optimizer)
+    step(first)
+    step(weights_of(1, 4, groups=OTHER_GROUPS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="from other groups of examples"):
+        step(weights_of(2, 4))
+    step(weights_of(2, 4, groups=OTHER_GROUPS))
+    assert optimizer.ledger.num_releases == 3
+
+
+def test_the_first_release_decides_on_the_groups():
+    kwargs = {"expected_batch_size": 40, "gradient_accumulation_steps": 2}
+    optimizer = dp.DPSGD(1.0, 1.0, noise=BandedNoise(4), **kwargs)
+    step = trained(optimizer)
+    step(weights_of(0, 4))  # and then a data set that begins again, from other groups
+    optimizer.drop_unfinished_parts()
+    for t in (0, 1):
+        for part in (0, 1):
+            step(weights_of(t, 4, drawn=20 + part, groups=OTHER_GROUPS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="from other groups of examples"):
+        step(weights_of(2, 4))
+    assert optimizer.ledger.segments == [(1.0, 40.0, 2)]
+
+
 @pytest.mark.slow
-def test_under_xla_such_a_batch_makes_epsilon_infinite():
+@pytest.mark.parametrize("wrong", [weights_of(5, 4), weights_of(1, 4, groups=OTHER_GROUPS)])
+def test_under_xla_such_a_batch_makes_epsilon_infinite(wrong):
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
     step = trained(optimizer, jit_compile=True)
     step(weights_of(0, 4))
-    step(weights_of(5, 4))
+    step(wrong)
     assert [s.noise_multiplier for s in optimizer.ledger.segments] == [1.0, 0.0]
 
 

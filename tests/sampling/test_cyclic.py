@@ -26,6 +26,10 @@ N, DELTA = 1_000, 1e-3
 
 
 FOUR_BANDS = BandedNoise(4)
+# What the batches of 4 groups that are drawn with `KEY` show besides their step.
+CODE = batch_order.code_of_period(4) ^ batch_order.code_of_groups(
+    draws.derived_key(KEY, b"groups", 0)
+)
 
 
 def ledger_of(*segments, noise=FOUR_BANDS, **kwargs):
@@ -103,7 +107,7 @@ def test_batches_show_their_step():
     batches = dp.poisson_batches(numbered(100), sampling, key=KEY)
     for step, (_, _, weights) in enumerate(batches.as_numpy_iterator()):
         marks = (weights == 0) & np.signbit(weights)
-        assert batch_order.shown(marks) == step ^ batch_order.code_of_period(4)
+        assert batch_order.shown(marks) == step ^ CODE
         assert 0 < marks.sum() < (weights == 0).sum()
 
 
@@ -116,7 +120,7 @@ def test_weights_of_examples_are_no_marks(of_examples):
     batches = dp.poisson_batches((x, y, weights), sampling, key=KEY)
     for step, (_, _, weights) in enumerate(batches.as_numpy_iterator()):
         marks = (weights.astype(np.float32) == 0) & np.signbit(weights)
-        assert batch_order.shown(marks) == step ^ batch_order.code_of_period(4)
+        assert batch_order.shown(marks) == step ^ CODE
 
 
 def test_to_go_on_needs_the_key_of_the_groups():
@@ -276,7 +280,7 @@ def fitted(steps_per_epoch=10, epochs=2, **kwargs):
     model.compile(optimizer, loss)
     x, y = np.zeros([N, 1], "float32"), np.zeros(N, "int64")
     monitor = dp.PrivacyMonitor(N, DELTA, sampling=sampling)
-    batches = dp.poisson_batches((x, y), sampling)
+    batches = dp.poisson_batches((x, y), sampling, **kwargs)
     model.fit(
         batches, steps_per_epoch=steps_per_epoch, epochs=epochs, callbacks=[monitor], verbose=0
     )
@@ -324,6 +328,15 @@ def test_a_dataset_that_begins_again_is_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match="drawn for another step"):
         model.fit(batches, steps_per_epoch=5, epochs=1, verbose=0)
     assert model.optimizer.ledger.num_releases == 5
+
+
+def test_a_dataset_that_goes_on_with_other_groups_is_refused():
+    model, *_ = fitted(epochs=1, key=draws.new_key(1))
+    data = np.zeros([N, 1], "float32"), np.zeros(N, "int64")
+    batches = dp.poisson_batches(data, sampling_of(steps=20), start_step=10, key=KEY)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one `key` for all data sets"):
+        model.fit(batches, verbose=0)
+    assert model.optimizer.ledger.num_releases == 10
 
 
 def test_the_noise_of_trees_has_no_epsilon_with_cyclic_batches():

@@ -1,9 +1,10 @@
-"""Batches that show which step they were drawn for.
+"""Batches that show which step they were drawn for, and from which groups of examples.
 
 With correlated noise, ε depends on the order of the releases: a batch that comes at a step other
-than the one it was drawn for may bring an example back too soon. So the batches of
-`CyclicPoissonSampling` show their step in the signs of the zeros that mark their padding, and the
-mechanism compares it with the number of the release.
+than the one it was drawn for may bring an example back too soon, and so may a batch from other
+groups than those of the steps before. So the batches of `CyclicPoissonSampling` show both in the
+signs of the zeros that mark their padding. The mechanism compares the step with the number of the
+release, and the groups with those of the first batch.
 
 Every row has a fixed pattern of `BITS` bits. The exclusive or of the patterns of all marked rows is
 the code of the step. A zero in the row of an example, such as a sample weight of 0, carries no mark
@@ -19,6 +20,9 @@ import numpy as np
 
 # Steps with the same code are multiples of 2²⁰ steps apart.
 BITS = 20
+# The upper ones also show the groups; no two of all numbers of groups are equal in the others.
+_BITS_OF_GROUPS = 8
+BITS_OF_PERIOD = BITS - _BITS_OF_GROUPS
 
 
 def code_of_period(period: int) -> int:
@@ -27,8 +31,17 @@ def code_of_period(period: int) -> int:
     Args:
       period: b, the number of groups of the sampling.
     """
-    digest = hashlib.blake2b(str(period).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") % 2**BITS
+    return period * 2531 % 2**BITS_OF_PERIOD  # an odd factor: no two are equal
+
+
+def code_of_groups(key: bytes) -> int:
+    """The number that is combined with that of a step, so that groups differ but for one in 256.
+
+    Args:
+      key: that of the groups, 32 bytes.
+    """
+    digest = hashlib.blake2b(key=key, digest_size=_BITS_OF_GROUPS // 8, person=b"shown").digest()
+    return int.from_bytes(digest, "little") << BITS_OF_PERIOD
 
 
 @functools.lru_cache(maxsize=16)
@@ -43,7 +56,9 @@ def _numbers(rows: int) -> list[int]:
     return (patterns(rows) @ (1 << np.arange(BITS))).tolist()
 
 
-def marked(padding: np.ndarray, random: np.ndarray, step: int, period: int) -> np.ndarray:
+def marked(
+    padding: np.ndarray, random: np.ndarray, step: int, period: int, groups: int = 0
+) -> np.ndarray:
     """Changes random marks so that they show a step.
 
     Args:
@@ -51,6 +66,7 @@ def marked(padding: np.ndarray, random: np.ndarray, step: int, period: int) -> n
       random: [rows], bool, random marks.
       step: the number of the step.
       period: the number of groups of the sampling.
+      groups: their code, see `code_of_groups`.
 
     Returns:
       [rows], bool: marks of padding rows only. None at all if there is too little padding to show
@@ -62,7 +78,7 @@ def marked(padding: np.ndarray, random: np.ndarray, step: int, period: int) -> n
     """
     numbers, places = _numbers(len(padding)), np.flatnonzero(padding).tolist()
     now = random & padding
-    missing = shown(now) ^ step % 2**BITS ^ code_of_period(period)
+    missing = shown(now) ^ step % 2**BITS ^ code_of_period(period) ^ groups
     # Gaussian elimination over the field of two elements. A set of rows is a number, too.
     basis: list[tuple[int, int]] = [(0, 0)] * (BITS + 1)
     left = BITS

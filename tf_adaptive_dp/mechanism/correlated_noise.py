@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
+from tf_adaptive_dp.accounting import batch_order
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, ToeplitzStrategy, TreeNoise
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
@@ -20,6 +21,8 @@ _CREATION = threading.Lock()
 
 # Numbers of draws that each release of `TreeNoise` reserves; it needs one for each level at most.
 _DRAWS_PER_RELEASE = 32
+# In place of the code of groups, which is not negative.
+_NO_GROUPS = -1
 
 NO_KEY = (
     "The noise of this optimizer cancels noise of earlier releases, which is known only to the "
@@ -179,13 +182,15 @@ def _recurrence(strategy: NoiseStrategy) -> _Recurrence:
 class _Secret:
     """The key, the number of the next release, and what noise is taken back from, all unsaved.
 
+    And the groups of the batches, which are those of this process's first batch.
+
     The noises w_{t-1}, ..., w_{t-b+1}, or those of the nodes of a tree, are as secret as the key:
     with one of them, anybody can remove the noise from a released gradient. They are in variables
     that nothing tracks, so no checkpoint and no saved model contains them. Copies and unpickled
     objects start without them.
     """
 
-    __slots__ = ("_seed", "keys", "next", "past")
+    __slots__ = ("_seed", "groups", "keys", "next", "past")
 
     def __init__(self, seed: int | None):
         self._seed = seed
@@ -195,6 +200,7 @@ class _Secret:
         with uncounted_variables():
             # The key in use, and the number of the next release.
             self.next = tf.Variable([first.key, 0], dtype=tf.int64, trainable=False)
+            self.groups = tf.Variable(_NO_GROUPS, dtype=tf.int64, trainable=False)
 
     def __reduce__(self) -> tuple:
         return _Secret, (self._seed,)
@@ -286,8 +292,38 @@ class CorrelatedNoise:
             raise ValueError(f"The keys must cover all releases. Received: keys from {firsts}")
         self._secret.keys = list(keys)
         self._secret.next.assign([keys[-1].key, num_releases])
+        self._secret.groups.assign(_NO_GROUPS)
         for past in self._secret.past.values():
             past.assign(self._replayed(past.shape[1]))
+
+    def come_from(self, groups: tf.Tensor) -> tf.Tensor:
+        """Whether a batch is from the groups of the releases so far, a bool scalar.
+
+        Args:
+          groups: see `Order.groups_at`.
+        """
+        known = self._known_groups()
+        is_code = tf.equal(groups % 2**batch_order.BITS_OF_PERIOD, 0)
+        return tf.where(known < 0, is_code, tf.equal(groups, known))
+
+    def keep(self, groups: tf.Tensor, when: tf.Tensor) -> tf.Tensor:
+        """Remembers the groups of a batch; callers take turns.
+
+        Args:
+          groups: see `Order.groups_at`.
+          when: bool scalar, whether the batch shows them.
+
+        Returns:
+          A tensor that becomes available when they are written.
+        """
+        (own,) = local_copies(self._secret.groups)
+        return tf.convert_to_tensor(own.assign(tf.where(when, groups, self._known_groups())))
+
+    def _known_groups(self) -> tf.Tensor:
+        """Those of the releases so far; negative before the first release."""
+        (own,) = local_copies(self._secret.groups)
+        none = tf.constant(_NO_GROUPS, tf.int64)
+        return tf.where(self.number() > 0, own.read_value(), none)
 
     def draw(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The noise of the next release; callers take turns.

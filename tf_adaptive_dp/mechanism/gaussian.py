@@ -46,9 +46,10 @@ from tf_adaptive_dp.mechanism.turns import Turns
 _CLIP_PER_NORM = 0.1
 
 _OUT_OF_ORDER = (
-    "The batch was drawn for another step, or with another number of groups than the noise has "
-    "bands. With correlated noise each batch must come at its own step, or an example may return "
-    "too soon. Draw batches with `poisson_batches` and a CyclicPoissonSampling and "
+    "The batch was drawn for another step, from other groups of examples than earlier ones, or "
+    "with another number of groups than the noise has bands. With correlated noise each batch must "
+    "come at its own step, or an example may return too soon. Draw batches with `poisson_batches` "
+    "and a CyclicPoissonSampling, with one `key` for all data sets of the run and "
     "`start_step=optimizer.ledger.num_releases`, use each once and in order, and pass "
     "`steps_per_epoch` to `fit`."
 )
@@ -449,9 +450,7 @@ class GaussianMechanism:
 
         def record() -> list[tf.Tensor]:
             checked = self._check_order(order)
-            with tf.control_dependencies(
-                [self.sizes.remember(size, public_size), *checked.rejects]
-            ):
+            with tf.control_dependencies(self._remember(size, public_size, checked)):
                 draw = self.seen.add(number, tf.constant(True))
                 return self._record(batch, size, draw, checked).flat()
 
@@ -480,9 +479,7 @@ class GaussianMechanism:
                 out_of_order=tf.cast(~checked.in_order, tf.float32),
                 order_unknown=tf.cast(~checked.shown, tf.float32),
             )
-            with tf.control_dependencies(
-                [self.sizes.remember(size, public_size), *checked.rejects]
-            ):
+            with tf.control_dependencies(self._remember(size, public_size, checked)):
                 totals, complete = accumulator.add(units.flat(), places)
                 return [*self.seen.add(number, complete), complete, *totals]
 
@@ -499,9 +496,7 @@ class GaussianMechanism:
                     in_order=now.in_order & tf.equal(batch.out_of_order, 0),
                     shown=tf.equal(batch.order_unknown, 0),
                 )
-                with tf.control_dependencies(
-                    [self.sizes.remember(size, public_size), *order.rejects]
-                ):
+                with tf.control_dependencies(self._remember(size, public_size, order)):
                     return self._record(whole, size, draw, order).flat()
 
             return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
@@ -570,17 +565,34 @@ class GaussianMechanism:
     def _check_order(self, order: Order | None) -> _OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for."""
         if not isinstance(self.generator, CorrelatedNoise):
-            return _OrderCheck([], tf.constant(True), tf.constant(True))
+            return _OrderCheck([], tf.constant(True), tf.constant(True), None)
         count = self.ledger.count()
         fits = self.generator.fits(count)
         rejects = [assert_true(fits, [NO_KEY, "Received: releases in the ledger:", count])]
-        shown, in_order = tf.constant(False), tf.constant(True)
+        shown, in_order, groups = tf.constant(False), tf.constant(True), None
         bands = self.generator.strategy.bands
         if order is not None and bands is not None:
-            shown = order.shown
-            in_order = ~shown | order.is_of(count, bands)
+            shown, groups = order.shown, order.groups_at(count, bands)
+            in_order = ~shown | self.generator.come_from(groups)
             rejects.append(assert_true(in_order, [_OUT_OF_ORDER, "Received: step", count]))
-        return _OrderCheck([r for r in rejects if r is not None], fits & in_order, shown)
+        return _OrderCheck([r for r in rejects if r is not None], fits & in_order, shown, groups)
+
+    def _remember(
+        self, size: tf.Tensor, public_size: bool | tf.Tensor, order: _OrderCheck
+    ) -> list[tf.Operation | tf.Tensor]:
+        """What later batches are compared with; call it when the batch's turn comes.
+
+        Args:
+          size: the rows of the batch, or of a part.
+          public_size: see `release`.
+          order: of this batch, or part. If it fails, nothing is written.
+        """
+        with tf.control_dependencies(order.rejects):
+            written = [*order.rejects, self.sizes.remember(size, public_size)]
+            if isinstance(self.generator, CorrelatedNoise) and order.groups is not None:
+                shown = order.in_order & order.shown
+                written.append(self.generator.keep(order.groups, shown))
+        return written
 
     def _adapt(
         self,
@@ -691,11 +703,14 @@ class _OrderCheck(NamedTuple):
       rejects: assertions that must run before the release, and fail it if it is another one.
       in_order: bool scalar, whether the release is that one, as far as the batch shows.
       shown: bool scalar, whether the batch showed its step.
+      groups: int64 scalar, the groups that it was drawn from, if it was drawn for this step; or
+        `None`.
     """
 
     rejects: list[tf.Operation]
     in_order: tf.Tensor
     shown: tf.Tensor
+    groups: tf.Tensor | None
 
 
 class _Sums(NamedTuple):

@@ -126,18 +126,20 @@ def is_ours(weights: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor:
 
 
 class Order(NamedTuple):
-    """Which step a batch was drawn for, as the marks of its padding show it.
+    """Which step and groups a batch was drawn for, as the marks of its padding show it.
 
     Attributes:
-      shown: bool scalar, whether they show a step.
+      shown: bool scalar, whether they show anything.
       code: int64 scalar, see `accounting.batch_order`.
     """
 
     shown: tf.Tensor
     code: tf.Tensor
 
-    def is_of(self, step: tf.Tensor, period: int) -> tf.Tensor:
-        """Whether the code is that of a step, a bool scalar.
+    def groups_at(self, step: tf.Tensor, period: int) -> tf.Tensor:
+        """The code of the groups of a batch that was drawn for a step, an int64 scalar.
+
+        If it was drawn for another one, this is another number in each step, and usually no code.
 
         Args:
           step: int64 scalar, the number of the step.
@@ -145,7 +147,7 @@ class Order(NamedTuple):
         """
         step = tf.bitwise.bitwise_and(step, tf.constant(2**batch_order.BITS - 1, tf.int64))
         period_code = tf.constant(batch_order.code_of_period(period), tf.int64)
-        return tf.equal(self.code, tf.bitwise.bitwise_xor(step, period_code))
+        return tf.bitwise.bitwise_xor(self.code, tf.bitwise.bitwise_xor(step, period_code))
 
 
 def order_in(weights: tf.Tensor) -> Order:

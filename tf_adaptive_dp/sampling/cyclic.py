@@ -51,9 +51,10 @@ class CyclicPoissonSampling(RandomSizes):
     The step from this to batches of at most B examples is that of `PoissonSampling`: before
     anything was drawn, an example joins a batch with probability q/b, which determines η.
 
-    Order: the batches show their step in the marks of their padding (`accounting.batch_order`). A
-    step whose batch was drawn for another one fails before its release. Batches with too little
-    padding show nothing; `privacy_statement` counts them.
+    Order: the batches show their step and their groups in the marks of their padding
+    (`accounting.batch_order`). A step whose batch was drawn for another one, or from other groups
+    than the first batch, fails before its release; one in 256 pairs of groups look alike. Batches
+    with too little padding show nothing; `privacy_statement` counts them.
 
     Attributes:
       sampling_probability: q, in (0, 1], the probability in the step of an example's own group.
@@ -174,9 +175,10 @@ class CyclicPoissonSampling(RandomSizes):
         chosen = bernoulli(generator, len(members), self.sampling_probability)
         return members[at_most(generator, chosen, self.max_batch_size)]
 
-    def marks(self, padding: np.ndarray, random: np.ndarray, step: int) -> np.ndarray:
-        """The marks of padding rows, which show the step; see `accounting.batch_order`."""
-        return batch_order.marked(padding, random, step, self.num_groups)
+    def marks(self, padding: np.ndarray, random: np.ndarray, step: int, key: bytes) -> np.ndarray:
+        """The marks of padding, which show step and groups; see `accounting.batch_order`."""
+        groups = batch_order.code_of_groups(_both_keys(key)[1])
+        return batch_order.marked(padding, random, step, self.num_groups, groups)
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""

@@ -276,18 +276,19 @@ class Sampling(abc.ABC):
         """
         raise NotImplementedError
 
-    def marks(self, padding: np.ndarray, random: np.ndarray, step: int) -> np.ndarray:
+    def marks(self, padding: np.ndarray, random: np.ndarray, step: int, key: bytes) -> np.ndarray:
         """The marks of the rows of padding.
 
         Args:
           padding: [rows], bool, which rows are padding.
           random: [rows], bool, random marks.
           step: the number of the step.
+          key: the secret bytes of a pass, see `key_of_pass`.
 
         Returns:
           [rows], bool.
         """
-        del step
+        del step, key
         return padding & random
 
     def place(
@@ -324,7 +325,7 @@ class Sampling(abc.ABC):
         for part in parts:
             padding, marked = part >= num_examples, part > num_examples
             part[padding] = num_examples
-            part += self.marks(padding, marked, step)
+            part += self.marks(padding, marked, step, key)
         return parts
 
     @abc.abstractmethod
