@@ -11,6 +11,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 from tf_adaptive_dp.side_information.provenance import check_provenance
 
@@ -34,6 +35,8 @@ class ClientPreconditioner:
 
     Raises:
       NotPrivateError: if `provenance` is missing.
+      TypeError, ValueError: if `scales` are not positive and finite arrays, or `description` is no
+        text.
     """
 
     scales: tuple[np.ndarray | None, ...]
@@ -42,6 +45,24 @@ class ClientPreconditioner:
 
     def __post_init__(self) -> None:
         check_provenance(self.provenance)
+        checks.instance("description", self.description, str)
+        if not isinstance(self.scales, (tuple, list)):
+            raise TypeError(
+                "`scales` must be a tuple with an array or None for each trainable weight; "
+                f"`from_arrays` makes it of A. Received: scales={self.scales!r}"
+            )
+        for k, scale in enumerate(self.scales):
+            if scale is None:
+                continue
+            if not isinstance(scale, (np.ndarray, np.generic)) or scale.dtype.kind not in "iuf":
+                raise TypeError(
+                    "`scales` must be NumPy arrays of numbers, or None. Received: "
+                    f"scales[{k}]={scale!r}"
+                )
+            if not (np.all(scale > 0) and np.all(np.isfinite(scale))):
+                raise ValueError(
+                    f"`scales` must be positive and finite. Received: scales[{k}]={scale!r}"
+                )
 
     @classmethod
     def from_arrays(

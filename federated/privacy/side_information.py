@@ -8,6 +8,7 @@ from typing import Any
 import dp_accounting
 
 from federated.privacy import dp_event_json
+from tf_adaptive_dp import checks
 from tf_adaptive_dp.side_information import provenance as provenances
 
 
@@ -19,11 +20,20 @@ class SideInformation:
       description: what it is, in words.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
       digest: distinguishes it from another release with the same description; empty if unknown.
+
+    Raises:
+      NotPrivateError: if `provenance` is missing.
+      TypeError: if `description` or `digest` is no text.
     """
 
     description: str
     provenance: str | dp_accounting.DpEvent
     digest: str = ""
+
+    def __post_init__(self) -> None:
+        provenances.stated_provenance(self.provenance)
+        checks.instance("description", self.description, str)
+        checks.instance("digest", self.digest, str)
 
     @classmethod
     def of(cls, used: Any) -> SideInformation | None:

@@ -213,6 +213,21 @@ class Shift(SideInformation):
         return {"shift": self.shift}
 
 
+@pytest.mark.parametrize("provenance", [None, "private", "released", 1, ["public"]])
+def test_side_information_of_ones_own_must_state_its_provenance(provenance):
+    """Its epsilon left out what the provenance would have said."""
+    information = Shift(1.0)
+    information.provenance = provenance
+    with pytest.raises(dp.NotPrivateError, match="`provenance` must say where"):
+        dp.AdaDPS(information, 1.0, 1.0)
+
+
+def test_the_provenance_of_what_an_optimizer_released_is_its_ledger():
+    information = Shift(1.0)
+    information.provenance, information.learns = "released", True
+    assert dp.AdaDPS(information, 1.0, 1.0).side_information is information
+
+
 USES = {
     "sum": lambda x, w: tf.reduce_sum(x * w, [1, 2]),
     "products": lambda x, w: tf.reduce_sum(

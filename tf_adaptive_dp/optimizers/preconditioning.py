@@ -11,7 +11,12 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.optimizers import add_slot, is_built, slot_index
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.mechanism import replicas
-from tf_adaptive_dp.side_information.provenance import SideInformation, deserialize, serialize
+from tf_adaptive_dp.side_information.provenance import (
+    SideInformation,
+    deserialize,
+    serialize,
+    stated_provenance,
+)
 
 
 def check_side_information(value: Any, *, rule: str | None = None) -> SideInformation:
@@ -24,6 +29,7 @@ def check_side_information(value: Any, *, rule: str | None = None) -> SideInform
 
     Raises:
       TypeError: if it is not side information.
+      NotPrivateError: if it does not state its provenance.
       ValueError: if this optimizer cannot use its rule.
     """
     if isinstance(value, dict) and "config" in value:
@@ -34,6 +40,8 @@ def check_side_information(value: Any, *, rule: str | None = None) -> SideInform
             "`PublicGradients` or a `DelayedPreconditioner`, which state its provenance. "
             f"Received: side_information={value!r}"
         )
+    if not (value.learns and getattr(value, "provenance", None) == "released"):
+        stated_provenance(getattr(value, "provenance", None))
     received = getattr(value, "rule", None)
     if rule is not None and received != rule:
         raise ValueError(

@@ -17,10 +17,8 @@ from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.errors import NotPrivateError
 
 
-def check_provenance(
-    provenance: str | dp_accounting.DpEvent | None,
-) -> str | dp_accounting.DpEvent:
-    """Returns `provenance`, or raises if it does not say where side information comes from.
+def check_provenance(provenance: Any) -> str | dp_accounting.DpEvent:
+    """Returns `provenance` as `stated_provenance` does, with a warning if there is no privacy.
 
     `dp_accounting.NonPrivateDpEvent()` stands for unprotected statistics of the private data, which
     show what better side information could achieve. Epsilon is infinite then, and a warning says
@@ -32,16 +30,28 @@ def check_provenance(
     Raises:
       NotPrivateError: if it is anything else.
     """
-    if provenance == "public":
-        return provenance
-    if isinstance(provenance, dp_accounting.DpEvent):
-        if is_unprotected(provenance):
-            warnings.warn(
-                "NOT PRIVATE: the provenance of this side information is a release without any "
-                "privacy, so epsilon is infinite for everything trained with it. Use it only to "
-                f"compare methods. Received: provenance={provenance!r}",
-                stacklevel=3,
-            )
+    stated_provenance(provenance)
+    if isinstance(provenance, dp_accounting.DpEvent) and is_unprotected(provenance):
+        warnings.warn(
+            "NOT PRIVATE: the provenance of this side information is a release without any "
+            "privacy, so epsilon is infinite for everything trained with it. Use it only to "
+            f"compare methods. Received: provenance={provenance!r}",
+            stacklevel=3,
+        )
+    return provenance
+
+
+def stated_provenance(provenance: Any) -> str | dp_accounting.DpEvent:
+    """Returns `provenance`, or raises if it does not say where side information comes from.
+
+    Args:
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of its release.
+
+    Raises:
+      NotPrivateError: if it is anything else.
+    """
+    is_public = isinstance(provenance, str) and provenance == "public"
+    if is_public or isinstance(provenance, dp_accounting.DpEvent):
         return provenance
     raise NotPrivateError(
         "`provenance` must say where side information comes from: 'public', or the "

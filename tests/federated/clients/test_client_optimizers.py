@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import tf_adaptive_dp as dp
 from federated.clients.client_optimizers import LEARNING_RATE, TOLERANCE, build_adadp, build_adadps
 from federated.clients.preconditioner import ClientPreconditioner
+from federated.privacy.side_information import SideInformation
 from tests.helpers.client_updates import linear_data, linear_gradient, numpy_adadp
 from tf_adaptive_dp.side_information.provenance import events
 
@@ -442,6 +443,20 @@ def test_provenance_is_asked_for_and_reaches_statement_and_epsilon():
         ClientPreconditioner.from_arrays([None])
     with pytest.raises(dp.NotPrivateError, match="`provenance`"):
         ClientPreconditioner((None,))
+    with pytest.raises(dp.NotPrivateError, match="`provenance`"):
+        SideInformation("word counts", None)
+    for wrong in (1.0, np.ones(2), [[1.0]], ([2.0],), (np.array(["a"]),), (np.array([True]),)):
+        with pytest.raises(TypeError, match="`scales` must be"):
+            ClientPreconditioner(wrong, "public")
+    for wrong in (0.0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="`scales` must be positive and finite"):
+            ClientPreconditioner((None, np.array([1.0, wrong])), "public")
+    for make in (
+        lambda text: ClientPreconditioner((None,), "public", text),
+        lambda text: SideInformation(text, "public"),
+    ):
+        with pytest.raises(TypeError, match="`description` must be"):
+            make(5)
     release = dp_accounting.GaussianDpEvent(5.0)
     statements = {}
     for name, provenance in [
