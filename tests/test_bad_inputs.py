@@ -1,6 +1,9 @@
 """Wrong arguments all over the public API: the error names them, and no state changes."""
 
+import dataclasses
+import functools
 import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import dp_accounting
@@ -17,6 +20,7 @@ X, Y = catalogue.data()
 NAN, INF = math.nan, math.inf
 LEDGER = Releases([(2.0, 100.0, 50)])
 TRIAL = dp_accounting.GaussianDpEvent(20.0)
+BANDS = dp.accounting.BandedNoise(4)
 POISSON = dp.PoissonSampling(0.25, 33, steps=20)
 CANARIES = dp.auditing.Canaries(X, Y, seed=1)
 CLASS_ERROR = "`keras_optimizer_class` must be a subclass .*Received: "
@@ -427,6 +431,56 @@ def bystander():
 )
 def test_wrong_arguments_are_named(bystander, call, error, match):
     assert_refused(bystander, call, error, match)
+
+
+def numbers_of(value):
+    """All numbers and texts in a nest, without their types."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.astuple(value)
+    return [numbers_of(v) for v in value] if isinstance(value, tuple) else value
+
+
+CYCLIC = functools.partial(dp.sampling.CyclicPoissonSampling.for_batch_size, 100, 1_000, 8)
+CROWDED = dp.PoissonSampling(0.1, 160, steps=50)  # δ = 0.01 has room for overflow
+
+
+@pytest.mark.parametrize(
+    "call, number",
+    [
+        (lambda q: dp.PoissonSampling(q, 33, 50).expected_batch_size(10**5), np.float16(1 / 3)),
+        (lambda q: dp.PoissonSampling(q, 160, 50), np.float32(0.1)),
+        (lambda b: dp.sampling.FixedSizeSampling(b, 20), np.uint8(100)),
+        (lambda b: dp.sampling.CyclicPoissonSampling.for_batch_size(b, 1_000, 8, 4), np.uint8(200)),
+        (lambda b: CYCLIC(b), np.int8(3)),
+        (lambda d: CROWDED.epsilon_spent(LEDGER, 1_000, d), np.float16(1e-2)),
+        (lambda d: CROWDED.delta_for_noise(1.0, 1_000, d), np.float16(1e-2)),
+        (lambda d: dp.privacy_statement(LEDGER, 1_000, d), np.float32(1e-4)),
+        (lambda t: dp.accounting.noise_multiplier_for(2.0, 1e-5, 0.01, t), np.uint8(200)),
+        (lambda s: dp.accounting.noise_strategies.sensitivity(BANDS, 300, s), np.uint8(200)),
+        (lambda g: dp.tuning.LiuTalwar(g).epsilon(TRIAL, 1e-5), np.float16(0.1)),
+        (lambda m: dp.tuning.RepeatAndSelect(m).epsilon(TRIAL, 1e-5), np.float16(10)),
+        (lambda c: dp.AdaptiveClipping(count_noise_multiplier=c), np.float16(0.7)),
+    ],
+)
+def test_numbers_of_numpy_count_as_those_of_python(call, number):
+    """They were computed with in their own few bits: 4 groups of 200 examples were 32 examples."""
+    found, wanted = (numbers_of(call(n)) for n in (number, number.item()))
+    assert repr(found) == repr(wanted)
+
+
+@pytest.mark.parametrize("huge", [10**400, Fraction(10**400, 3)])
+def test_numbers_beyond_floats_are_refused(huge):
+    with pytest.raises(ValueError, match="`noise_multiplier` must be finite"):
+        sgd(noise=huge)
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [((-1.0, 1_000, 1e-3), "epsilon"), ((1.0, 0, 1e-3), "num_examples"), ((1.0, 9, NAN), "delta")],
+)
+def test_the_delta_for_noise_checks_its_arguments(arguments, name):
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        CROWDED.delta_for_noise(*arguments)
 
 
 def test_one_example_cannot_be_validated():

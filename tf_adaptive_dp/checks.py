@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -37,12 +37,16 @@ def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> fl
       ValueError: if it is NaN, infinite or too small.
     """
     _require_real(name, value)
-    if not math.isfinite(value) or value < minimum or (strict and value == minimum):
+    try:
+        number = float(value)
+    except OverflowError:  # of an int or a fraction
+        number = math.inf
+    if not math.isfinite(number) or number < minimum or (strict and number == minimum):
         bound = "greater than" if strict else "at least"
         raise ValueError(
             f"`{name}` must be finite and {bound} {minimum:g}. Received: {name}={value!r}"
         )
-    return float(value)
+    return number
 
 
 def _require_real(name: str, value: Any) -> None:
@@ -81,6 +85,21 @@ def probability(name: str, value: Any, *, or_one: bool = False) -> float:
         interval = "(0, 1]" if or_one else "(0, 1)"
         raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
     return float(value)
+
+
+def keep(owner: Any, check: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> None:
+    """Checks an attribute of a frozen dataclass, and stores what the check returns.
+
+    Otherwise numbers of NumPy would stay what they are, and be computed with in few bits.
+
+    Args:
+      owner: what has the attribute.
+      check: one of these functions.
+      name: of the attribute.
+      *args: of the check, after the value.
+      **kwargs: of the check.
+    """
+    object.__setattr__(owner, name, check(name, getattr(owner, name), *args, **kwargs))
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -190,6 +190,7 @@ def privacy_statement(
       batch was a fresh draw, but not how it was drawn.
       <BLANKLINE>
     """
+    delta = checks.probability("delta", delta)
     if isinstance(sampling, Sampling):
         draws.check_num_examples(sampling, num_examples)
     unit = unit_of(sampling)
@@ -260,7 +261,7 @@ def _check_max_examples(max_examples_per_user: int | None, sampling: Sampling | 
     """Raises for an invalid `max_examples_per_user`, or one in a statement about users."""
     if max_examples_per_user is None:
         return
-    checks.integer("max_examples_per_user", max_examples_per_user, 1)
+    max_examples_per_user = checks.integer("max_examples_per_user", max_examples_per_user, 1)
     if unit_of(sampling) is USER:
         raise ValueError(
             "`max_examples_per_user` belongs to a statement about examples. This one is about "

@@ -74,7 +74,7 @@ def composed_epsilon(
       TypeError, ValueError: if `delta` or `accountant` is not valid.
       dp_accounting.UnsupportedEventError: for events that the accountant, or RDP, does not support.
     """
-    checks.probability("delta", delta)
+    delta = checks.probability("delta", delta)
     checks.choice("accountant", accountant, ACCOUNTANTS)
     counts = {release: count for release, count in counts.items() if count}
     bound = _compose_rdp(counts, events, delta)

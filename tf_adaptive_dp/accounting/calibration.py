@@ -52,11 +52,13 @@ def noise_multiplier_for(
       >>> noise_multiplier_for(epsilon=1.0, delta=1e-5, sampling_probability=0.01, steps=1_000)
       1.5132
     """
-    checks.number("epsilon", epsilon, 0, strict=True)
-    checks.probability("delta", delta)
-    checks.probability("sampling_probability", sampling_probability, or_one=True)
-    checks.integer("steps", steps, 1)
-    checks.probability("tolerance", tolerance)
+    epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+    delta = checks.probability("delta", delta)
+    sampling_probability = checks.probability(
+        "sampling_probability", sampling_probability, or_one=True
+    )
+    steps = checks.integer("steps", steps, 1)
+    tolerance = checks.probability("tolerance", tolerance)
 
     def spent(noise_multiplier: float) -> float:
         return composition.epsilon(noise_multiplier, sampling_probability, steps, delta, accountant)

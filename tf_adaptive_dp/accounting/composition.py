@@ -100,7 +100,9 @@ def epsilon(
       0.489
     """
     noise_multiplier = checks.number("noise_multiplier", noise_multiplier, 0)
-    checks.probability("sampling_probability", sampling_probability, or_one=True)
+    sampling_probability = checks.probability(
+        "sampling_probability", sampling_probability, or_one=True
+    )
     steps = checks.integer("steps", steps, 0)
     return composed_epsilon(
         {(noise_multiplier, sampling_probability): steps}, (), delta, accountant
@@ -287,7 +289,7 @@ def releases_left(
       13040
     """
     budget = checks.number("epsilon", epsilon, 0, strict=True)
-    checks.integer("at_most", at_most, 0)
+    at_most = checks.integer("at_most", at_most, 0)
     _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     one = _checked((noise_multiplier, batch_size, 1), num_examples)
@@ -486,7 +488,7 @@ def _read(
 
     See `read_ledger`. Where batches were larger than declared, segments have the larger size.
     """
-    checks.integer("num_examples", num_examples, 1)
+    num_examples = checks.integer("num_examples", num_examples, 1)
     found = ledger_of(ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
         is_model = hasattr(ledger, "optimizer")

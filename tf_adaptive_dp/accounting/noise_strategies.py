@@ -506,8 +506,8 @@ def sensitivity(
     >>> round(sensitivity(BandedNoise(4), steps=100, min_separation=25), 6)
     2.0
     """
-    checks.integer("steps", steps, 1)
-    checks.integer("min_separation", min_separation, 1)
+    steps = checks.integer("steps", steps, 1)
+    min_separation = checks.integer("min_separation", min_separation, 1)
     most = -(-steps // min_separation)
     if max_participations is not None:
         most = min(most, checks.integer("max_participations", max_participations, 1))

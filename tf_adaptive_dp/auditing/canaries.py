@@ -58,7 +58,7 @@ class Canaries:
           TypeError, ValueError: if the seed is invalid or the parts have different lengths.
         """
         if seed is not None:
-            checks.integer("seed", seed, 0)
+            seed = checks.integer("seed", seed, 0)
         self.x, self.y = (tf.nest.map_structure(np.asarray, part) for part in (x, y))
         lengths = _lengths((self.x, self.y))
         if len(lengths) != 1 or not lengths[0]:
@@ -232,7 +232,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
             )
         self.loss = loss
         if claimed_epsilon is not None:
-            checks.number("claimed_epsilon", claimed_epsilon, 0)
+            claimed_epsilon = checks.number("claimed_epsilon", claimed_epsilon, 0)
         self.claimed_epsilon = claimed_epsilon
         self._audit = {"delta": delta, "confidence": confidence, "num_guesses": num_guesses}
         # A test with empty scores finds wrong arguments before the training.

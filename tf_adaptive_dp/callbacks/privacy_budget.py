@@ -89,7 +89,7 @@ class PrivacyBudget(PrivateCallback):
         self.delta = checks.probability("delta", delta)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
         if batch_size is not None:
-            checks.number("batch_size", batch_size, 0, strict=True)
+            batch_size = checks.number("batch_size", batch_size, 0, strict=True)
         self.batch_size = batch_size
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)

@@ -253,7 +253,7 @@ class ReleaseLog(PrivateCallback):
         Raises:
           TypeError, ValueError, OSError: if it fails. Then do not release anything.
         """
-        checks.integer("num_releases", num_releases, 1)
+        num_releases = checks.integer("num_releases", num_releases, 1)
         self.reconcile(optimizer)
         noise_multiplier, batch_size = optimizer.next_release()
         if batch_size is None:

@@ -236,14 +236,15 @@ class AdaptiveClipping(Clipping):
     count_noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        if checks.number("target_quantile", self.target_quantile, 0) > 1:
+        checks.keep(self, checks.number, "target_quantile", 0)
+        if self.target_quantile > 1:
             raise ValueError(
                 "`target_quantile` must be at most 1. Received: "
                 f"target_quantile={self.target_quantile!r}"
             )
-        checks.number("learning_rate", self.learning_rate, 0, strict=True)
+        checks.keep(self, checks.number, "learning_rate", 0, strict=True)
         if self.count_noise_multiplier is not None:
-            checks.number("count_noise_multiplier", self.count_noise_multiplier, 0, strict=True)
+            checks.keep(self, checks.number, "count_noise_multiplier", 0, strict=True)
 
     def check_noise(self, noise_multiplier: float) -> None:
         """Raises ValueError if the count alone would use up the privacy of this σ."""

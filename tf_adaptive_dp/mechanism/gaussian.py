@@ -820,7 +820,7 @@ def _generator(
     secure: bool, seed: int | None, add_variable: Callable, strategy: NoiseStrategy
 ) -> GaussianNoise | SecureNoise | CorrelatedNoise:
     if seed is not None:
-        checks.integer("seed", seed, 0)
+        seed = checks.integer("seed", seed, 0)
         if secure:
             raise ValueError(
                 "Secure noise cannot be repeated, so it takes no `seed`. Received: "

@@ -168,7 +168,9 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         self.initial_factor = checks.number("initial_factor", initial_factor, 1)
         self.normalized_inputs = checks.boolean("normalized_inputs", normalized_inputs)
         if freeze_learning_rate_after is not None:
-            checks.integer("freeze_learning_rate_after", freeze_learning_rate_after, 0)
+            freeze_learning_rate_after = checks.integer(
+                "freeze_learning_rate_after", freeze_learning_rate_after, 0
+            )
         self.freeze_learning_rate_after = freeze_learning_rate_after
         self.decay_after_freeze = checks.number("decay_after_freeze", decay_after_freeze, 0)
         self.steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch, 1)

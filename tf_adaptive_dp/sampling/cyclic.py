@@ -91,9 +91,9 @@ class CyclicPoissonSampling(RandomSizes):
     _bits_of_step: ClassVar[int] = 2 * batch_order.BITS
 
     def __post_init__(self) -> None:
-        checks.probability("sampling_probability", self.sampling_probability, or_one=True)
-        checks.integer("num_groups", self.num_groups, 2)
-        checks.integer("max_batch_size", self.max_batch_size, 1)
+        checks.keep(self, checks.probability, "sampling_probability", or_one=True)
+        checks.keep(self, checks.integer, "num_groups", 2)
+        checks.keep(self, checks.integer, "max_batch_size", 1)
         self._check_common()
 
     @classmethod
@@ -118,9 +118,10 @@ class CyclicPoissonSampling(RandomSizes):
         Returns:
           As `PoissonSampling.for_batch_size`.
         """
-        checks.integer("num_groups", num_groups, 2)
-        checks.integer("num_examples", num_examples, 1)
-        if num_groups * checks.number("batch_size", batch_size, 0, strict=True) > num_examples:
+        num_groups = checks.integer("num_groups", num_groups, 2)
+        num_examples = checks.integer("num_examples", num_examples, 1)
+        batch_size = checks.number("batch_size", batch_size, 0, strict=True)
+        if num_groups * batch_size > num_examples:
             raise ValueError(
                 "`num_groups` batches together must not be larger than the data: use fewer groups "
                 f"or smaller batches. Received: num_groups={num_groups!r}, "

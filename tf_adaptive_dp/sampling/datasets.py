@@ -431,7 +431,7 @@ def _times(weights: tf.Tensor, shares: tf.Tensor) -> tf.Tensor:
 
 
 def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None:
-    checks.integer("start_step", start_step, 0)
+    start_step = checks.integer("start_step", start_step, 0)
     if start_step >= sampling.steps:
         raise ValueError(
             "`start_step` must be below the `steps` of the sampling. Received: "

@@ -201,9 +201,9 @@ class Sampling(abc.ABC):
         raise NotImplementedError
 
     def _check_common(self) -> None:
-        checks.integer("steps", self.steps, 1)
+        checks.keep(self, checks.integer, "steps", 1)
         if self.seed is not None:
-            checks.integer("seed", self.seed, 0)
+            checks.keep(self, checks.integer, "seed", 0)
 
     def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
         """The number of rows of each part that the batch of a step is divided into.
@@ -212,7 +212,9 @@ class Sampling(abc.ABC):
           TypeError, ValueError: if the number of parts is not an integer or does not divide the
             batch.
         """
-        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        gradient_accumulation_steps = checks.integer(
+            "gradient_accumulation_steps", gradient_accumulation_steps, 1
+        )
         if self.rows % gradient_accumulation_steps:
             raise ValueError(
                 "`gradient_accumulation_steps` must divide the batch size, since these batches "
@@ -366,7 +368,8 @@ class Sampling(abc.ABC):
           TypeError, ValueError: as for `accounting.epsilon_spent`, and if the ledger or the
             optimizer contradicts the sampling.
         """
-        checks.probability("delta", delta)
+        delta = checks.probability("delta", delta)
+        num_examples = checks.integer("num_examples", num_examples, 1)
         checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.check_ledger(ledger, num_examples)
         return self.as_drawn(ledger).account(ledger, num_examples, delta, accountant)
@@ -413,7 +416,7 @@ class FullBatches(Sampling):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        checks.integer("batch_size", self.batch_size, 1)
+        checks.keep(self, checks.integer, "batch_size", 1)
         self._check_common()
 
     @property

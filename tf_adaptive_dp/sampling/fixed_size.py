@@ -82,7 +82,7 @@ def fixed_size_epsilon(
       ValueError: if a batch size is not an integer; if there are `other_events`, which hold for
         adding or removing an example.
     """
-    checks.probability("delta", delta)
+    delta = checks.probability("delta", delta)
     segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
     if unprotected(events):
         return math.inf  # for any adjacency

@@ -54,7 +54,9 @@ class RandomSizes(draws.Sampling):
 
     def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
         """The number of rows of each part of a batch, padding included."""
-        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        gradient_accumulation_steps = checks.integer(
+            "gradient_accumulation_steps", gradient_accumulation_steps, 1
+        )
         places = -(-self.max_batch_size // gradient_accumulation_steps)
         return places * (self.examples_per_user or 1)
 
@@ -82,6 +84,7 @@ class RandomSizes(draws.Sampling):
 
     def failure_probability(self, num_examples: int) -> float:
         """η / T: the probability that one example is drawn together with at least B others."""
+        num_examples = checks.integer("num_examples", num_examples, 1)
         tail = stats.binom.sf(self.max_batch_size - 1, num_examples, self.share)
         return float(self.share * tail)
 
@@ -99,7 +102,12 @@ class RandomSizes(draws.Sampling):
         Returns:
           δ₀; zero or less if truncation alone uses up δ.
         """
-        releases = self.steps if releases is None else releases
+        releases = self.steps if releases is None else checks.integer("releases", releases, 0)
+        delta = checks.probability("delta", delta)
+        return self._delta_left(checks.number("epsilon", epsilon, 0), num_examples, delta, releases)
+
+    def _delta_left(self, epsilon: float, num_examples: int, delta: float, releases: int) -> float:
+        """`delta_for_noise`, also of an infinite ε."""
         failure = releases * self.failure_probability(num_examples)
         return delta - failure * math.exp(min(epsilon, 700.0)) if failure else delta
 
@@ -195,7 +203,7 @@ class RandomSizes(draws.Sampling):
             return self._epsilon(ledger, num_examples, delta, accountant)
 
         def delta_left(epsilon: float) -> float:
-            return self.delta_for_noise(epsilon, num_examples, delta, releases)
+            return self._delta_left(epsilon, num_examples, delta, releases)
 
         return _self_consistent(epsilon_at, delta_left, delta)
 
@@ -274,10 +282,10 @@ class PoissonSampling(RandomSizes):
     label: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
-        checks.probability("sampling_probability", self.sampling_probability, or_one=True)
-        checks.integer("max_batch_size", self.max_batch_size, 1)
+        checks.keep(self, checks.probability, "sampling_probability", or_one=True)
+        checks.keep(self, checks.integer, "max_batch_size", 1)
         if self.examples_per_user is not None:
-            checks.integer("examples_per_user", self.examples_per_user, 1)
+            checks.keep(self, checks.integer, "examples_per_user", 1)
         checks.choice("user_reduction", self.user_reduction, REDUCTIONS)
         self._check_common()
 
@@ -371,9 +379,9 @@ def with_room(
       steps: number of batches in the whole run.
       unit: `"example"` or `"user"`.
     """
-    checks.number("batch_size", batch_size, 0, strict=True)
-    checks.integer("num_examples", num_examples, 1)
-    checks.integer("steps", steps, 1)
+    batch_size = checks.number("batch_size", batch_size, 0, strict=True)
+    num_examples = checks.integer("num_examples", num_examples, 1)
+    steps = checks.integer("steps", steps, 1)
     if batch_size > num_examples:
         most = "`num_examples`" if unit == "example" else "the number of users"
         raise ValueError(

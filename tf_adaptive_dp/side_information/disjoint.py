@@ -66,7 +66,7 @@ def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSpli
     share = checks.number("share", share, 0, strict=True)
     if share >= 1:
         raise ValueError(f"`share` must be below 1. Received: share={share!r}")
-    checks.integer("seed", seed, 0)
+    seed = checks.integer("seed", seed, 0)
     data = tf.nest.map_structure(np.asarray, data)
     size = _num_examples("data", tf.nest.flatten(data))
     count = max(1, round(share * size))

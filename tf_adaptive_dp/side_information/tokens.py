@@ -56,7 +56,7 @@ def token_counts(corpus: Any, num_tokens: int | None = None) -> TokenCounts:
     [1, 0, 2, 0]
     """
     if num_tokens is not None:
-        checks.integer("num_tokens", num_tokens, 1)
+        num_tokens = checks.integer("num_tokens", num_tokens, 1)
     counts = documents = None
     num_documents = 0
     for batch in _batches(corpus):

@@ -96,8 +96,8 @@ def _least_noise(
             f"Received: strategy={strategy!r}"
         )
     checks.instance("accounting", accounting, Accounting)
-    checks.probability("delta", delta)
-    checks.probability("tolerance", tolerance)
+    delta = checks.probability("delta", delta)
+    tolerance = checks.probability("tolerance", tolerance)
     if isinstance(make_trial, dp_accounting.DpEvent) or not callable(make_trial):
         raise TypeError(
             "`make_trial` must be a function from a noise multiplier to a `dp_accounting.DpEvent`. "
@@ -472,11 +472,11 @@ def recommend(
       >>> found.best.label, found.best.noise_multiplier
       ('repeat and select, geometric', 11.762)
     """
-    checks.integer("space_size", space_size, 1)
-    checks.probability("delta", delta)
-    checks.probability("chance", chance)
+    space_size = checks.integer("space_size", space_size, 1)
+    delta = checks.probability("delta", delta)
+    chance = checks.probability("chance", chance)
     if mean_trials is not None:
-        checks.number("mean_trials", mean_trials, 1)
+        mean_trials = checks.number("mean_trials", mean_trials, 1)
     if epsilon is None:
         checked_event("trial", trial)
     elif isinstance(trial, dp_accounting.DpEvent) or not callable(trial):

@@ -301,7 +301,7 @@ def _releases(
         if isinstance(part, dp_accounting.PoissonSampledDpEvent):
             probability, inner = part.sampling_probability, part.event
             if probability != 0:
-                checks.probability("sampling_probability", probability, or_one=True)
+                probability = checks.probability("sampling_probability", probability, or_one=True)
         if count == 0 or probability == 0 or isinstance(inner, dp_accounting.NoOpDpEvent):
             return
         if isinstance(part, dp_accounting.SelfComposedDpEvent):

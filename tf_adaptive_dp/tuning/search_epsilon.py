@@ -66,8 +66,8 @@ def composition_epsilon(
     """
     conversion.checked_event("trial", trial)
     checks.instance("accounting", accounting, Accounting)
-    checks.integer("num_trials", num_trials, 1)
-    checks.probability("delta", delta)
+    num_trials = checks.integer("num_trials", num_trials, 1)
+    delta = checks.probability("delta", delta)
     composed = dp_accounting.SelfComposedDpEvent(trial, int(num_trials))
     return conversion.epsilon_of(composed, delta, accounting)
 
@@ -146,11 +146,11 @@ def liu_talwar_delta_1(gamma: float, delta: float, delta_2: float | None = 1e-20
       >>> print(f"{liu_talwar_delta_1(1 / 40, 1e-6):.3g}")
       1.47e-19
     """
-    checks.probability("gamma", gamma, or_one=True)
-    checks.probability("delta", delta)
+    gamma = checks.probability("gamma", gamma, or_one=True)
+    delta = checks.probability("delta", delta)
     if delta_2 is None:
         delta_2 = best_delta_2(gamma, delta)
-    checks.probability("delta_2", delta_2)
+    delta_2 = checks.probability("delta_2", delta_2)
     if not delta_2 < delta:
         raise ValueError(
             "`delta_2` must be below `delta`, since it is a part of it. "
@@ -180,8 +180,8 @@ def best_delta_2(gamma: float, delta: float) -> float:
       >>> print(f"{best_delta_2(0.1, 1e-5):.3g}")
       6.81e-07
     """
-    checks.probability("gamma", gamma, or_one=True)
-    checks.probability("delta", delta)
+    gamma = checks.probability("gamma", gamma, or_one=True)
+    delta = checks.probability("delta", delta)
     # Without rounding up, the derivative is zero where δ₂ (1 + log(1/δ₂)) = δ, that is, where
     # w e^w = -δ/e for w = log(δ₂) - 1, on the branch below -1.
     best = math.exp(1 + float(special.lambertw(-delta / math.e, -1).real))
@@ -256,8 +256,8 @@ def repeat_and_select_epsilon(
     """
     conversion.checked_event("trial", trial)
     checks.instance("accounting", accounting, Accounting)
-    checks.number("mean_trials", mean_trials, 1)
-    checks.probability("delta", delta)
+    mean_trials = checks.number("mean_trials", mean_trials, 1)
+    delta = checks.probability("delta", delta)
     check_shape(shape)
     orders = accounting.renyi_orders
     divergences = conversion.renyi_divergences(trial, orders)

@@ -95,8 +95,8 @@ class NoisyScore:
     sensitivity: float
 
     def __post_init__(self) -> None:
-        checks.number("noise_multiplier", self.noise_multiplier, 0, strict=True)
-        checks.number("sensitivity", self.sensitivity, 0, strict=True)
+        checks.keep(self, checks.number, "noise_multiplier", 0, strict=True)
+        checks.keep(self, checks.number, "sensitivity", 0, strict=True)
 
     @property
     def event(self) -> dp_accounting.DpEvent:
@@ -223,7 +223,7 @@ class Composition:
     num_trials: int
 
     def __post_init__(self) -> None:
-        checks.integer("num_trials", self.num_trials, 1)
+        checks.keep(self, checks.integer, "num_trials", 1)
 
     @property
     def expected_trials(self) -> float:
@@ -285,8 +285,8 @@ class LiuTalwar:
     delta_2: float = 1e-20
 
     def __post_init__(self) -> None:
-        checks.probability("gamma", self.gamma, or_one=True)
-        checks.probability("delta_2", self.delta_2)
+        checks.keep(self, checks.probability, "gamma", or_one=True)
+        checks.keep(self, checks.probability, "delta_2")
 
     @property
     def expected_trials(self) -> float:
@@ -351,7 +351,7 @@ class RepeatAndSelect:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.number("mean_trials", self.mean_trials, 1)
+        checks.keep(self, checks.number, "mean_trials", 1)
         search_epsilon.check_shape(self.shape)
 
     @property

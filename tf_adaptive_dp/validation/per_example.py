@@ -103,13 +103,13 @@ def check_per_example(
     >>> report.without_rules, report.norm_error < 1e-5
     ((), True)
     """
-    checks.number("tolerance", tolerance, 0, strict=True)
+    tolerance = checks.number("tolerance", tolerance, 0, strict=True)
     if loss is not None and not callable(loss):
         raise TypeError(f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}")
     batch = checked_batch(model, batch, loss)
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     if examples_per_user is not None:
-        checks.integer("examples_per_user", examples_per_user, 1)
+        examples_per_user = checks.integer("examples_per_user", examples_per_user, 1)
         if num_examples % examples_per_user or num_examples < 2 * examples_per_user:
             raise ValueError(
                 "`batch` must have `examples_per_user` rows for each of two users or more. "
