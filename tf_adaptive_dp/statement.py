@@ -586,7 +586,7 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
     sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
     unchecked = sum(max(s.num_releases - known.checked, 0) for s, known in sampled)
     if isinstance(sampling, FixedOrder) and sampled:
-        unchecked = max(unchecked, released - sampling.num_in_order(ledger, num_examples))
+        unchecked = max(unchecked, released - sampling.num_in_order(ledger))
     return unchecked
 
 

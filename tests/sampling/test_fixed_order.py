@@ -18,10 +18,21 @@ from tf_adaptive_dp import report
 from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases, TreeNoise
 from tf_adaptive_dp.accounting.ledger import BatchChecks
 from tf_adaptive_dp.mechanism.draw_numbers import Seen
-from tf_adaptive_dp.sampling import FixedOrder, draws, sampling_epsilon, shuffled_batches
+from tf_adaptive_dp.sampling import (
+    FixedOrder,
+    draws,
+    fixed_order,
+    sampling_epsilon,
+    shuffled_batches,
+)
 
 N, DELTA = 1_000, 1e-3
 STRATEGIES = (IndependentNoise(), BandedNoise(4), BandedNoise(30))
+
+
+@pytest.fixture(autouse=True)
+def a_process_without_orders(monkeypatch):
+    monkeypatch.setattr(fixed_order, "_orders_of", {})
 
 
 def test_every_pass_has_the_same_batches_in_the_same_rows():
@@ -192,9 +203,9 @@ def compiled(batch_size):
     return model
 
 
-def trained(model, sampling, steps, key=None, skipped=0):
+def trained(model, sampling, steps, key=None, skipped=0, num_examples=400):
     """Trains for a part of a pass, with a dataset of its own."""
-    x, _ = numbered(400)
+    x, _ = numbered(num_examples)
     batches = shuffled_batches((x, x), sampling, key=key).skip(skipped).take(steps)
     model.fit(batches, shuffle=False, verbose=0)
     return model.optimizer
@@ -238,3 +249,13 @@ def test_a_process_with_two_keys_made_two_orders():
     assert "proven upper bound" in said(trained(model, sampling, 4, key=KEY), sampling)
     text = said(trained(model, sampling, 4), sampling)
     assert "came in its order for 8 of the" in text and "proven" not in text
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_data_that_grew_have_another_order(seed):
+    """The statement called an epsilon proven that held for an example in half of these steps."""
+    model, sampling = compiled(16), FixedOrder(16, steps=25, seed=seed)
+    assert ("proven upper bound" in said(trained(model, sampling, 12), sampling)) == (seed is None)
+    optimizer = trained(model, sampling, 12, num_examples=420)
+    text = said(optimizer, sampling)
+    assert "came in its order for 24 of the" in text and "proven" not in text

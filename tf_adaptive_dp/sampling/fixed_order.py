@@ -13,8 +13,9 @@ from tf_adaptive_dp.accounting import accountants, composition, noise_strategies
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.wording import counted
 
-# The orders that this process made, by batch size and number of examples.
-_orders_of: dict[tuple[int, int], set[bytes]] = {}
+# The orders that this process made, by batch size. Data that grow have other orders, and nothing
+# shows from which of them an optimizer's batches came.
+_orders_of: dict[int, set[bytes]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +73,21 @@ class FixedOrder(draws.FullBatches):
         return _key_of_process(self.batch_size, num_examples)
 
     def remember_key(self, num_examples: int, key: bytes) -> None:
-        """Records that this process made batches in the order of a key."""
-        name = draws.derived_key(key, b"name", 0)  # the key itself ends with the dataset
-        _orders_of.setdefault((self.batch_size, num_examples), set()).add(name)
+        """Records that this process made batches in the order of a key and a number of examples."""
+        name = draws.derived_key(key, b"name", num_examples)  # the key itself ends with the dataset
+        _orders_of.setdefault(self.batch_size, set()).add(name)
 
-    def num_in_order(self, ledger: Any, num_examples: int) -> int:
+    def num_in_order(self, ledger: Any) -> int:
         """How many releases are known to be on batches of one order.
 
         Another process has another order, unless it was given the key. So has a dataset with
-        another key.
+        another key, or of another size.
 
         Args:
           ledger: an optimizer; a ledger alone does not show which process saw its batches.
-          num_examples: number of examples in the training set, a public constant.
         """
         seen = getattr(ledger, "batches_seen", None)
-        if seen is None or len(_orders_of.get((self.batch_size, num_examples), ())) > 1:
+        if seen is None or len(_orders_of.get(self.batch_size, ())) > 1:
             return 0
         return int(seen.numbered // ledger.parts_per_batch)
 
