@@ -50,6 +50,31 @@ def test_nor_do_those_of_a_plan():
     assert {"accuracy", "val_accuracy"} <= set(history)
 
 
+class CountingOutputs(tf.keras.Model):
+    """Counts the traces of its step."""
+
+    traces = 0
+
+    def train_step(self, data):
+        self.traces += 1
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_nor_do_the_means_of_the_losses_of_several_outputs(by_name):
+    inputs = tf.keras.Input(X.shape[1:])
+    outputs = {name: tf.keras.layers.Dense(4, name=name)(inputs) for name in "ab"}
+    model = CountingOutputs(inputs, outputs if by_name else list(outputs.values()))
+    losses, y = dict.fromkeys("ab", catalogue.loss()), dict.fromkeys("ab", Y)
+    if not by_name:
+        losses, y = list(losses.values()), list(y.values())
+    model.compile(dp.ADADP(1.0, 1.0), losses)
+    monitor = dp.PrivacyMonitor(len(X), 1e-3, sampling="shuffled", accountant="rdp")
+    history = model.fit(X, y, batch_size=8, epochs=2, verbose=0, callbacks=[monitor]).history
+    assert model.traces == 1
+    np.testing.assert_allclose(history["loss"], np.add(history["a_loss"], history["b_loss"]), 1e-5)
+
+
 def test_metrics_count_as_they_do_without_privacy():
     values = []
     for optimizer in (dp.DPSGD(1.0, 1.0, learning_rate=0.0), tf.keras.optimizers.SGD(0.0)):

@@ -29,14 +29,9 @@ def uncounted_loss_of_step(model: tf.keras.Model, batch: Any) -> tf.Tensor:
     before = {id(v): (v, tf.identity(v)) for v in metric_variables(model)}
     outputs = model(x, training=True)
     # The loss keeps running means for the progress line; it creates them when it is built.
-    if GENERATION == 3:
-        of_model = model._compile_loss
-        if of_model is not None and not of_model.built:
-            of_model.build(y, outputs)
-    else:
-        of_model = model.compiled_loss
-        if not of_model._built:
-            of_model.build(outputs)
+    of_model = _losses_of(model)
+    if of_model is not None and not of_model.built:
+        of_model.build(*((y, outputs) if GENERATION == 3 else (outputs,)))
     for v in metric_variables(model):
         before.setdefault(id(v), (v, tf.identity(v)))
     loss = _loss_of_outputs(model, (x, y, outputs, sample_weight), training=True)
@@ -88,18 +83,26 @@ def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
 
 
 def have_metrics_made_outside(model: keras.Model) -> None:
-    """Spares the step that is being traced a second trace, which making its metrics would cause.
+    """Spares the step of a model a second trace, which making its metrics would cause.
 
-    Keras makes metrics that were compiled by name when it has the first predictions, after the
-    step of the optimizer.
+    Keras makes the means of the losses of several outputs before the step of the optimizer, and
+    metrics that were compiled by name after it.
 
     Args:
-      model: a compiled model that trains on one replica.
+      model: a compiled model; nothing is done for one on several replicas.
     """
-    container = _metrics_of(model)
-    if container is None or container.built:
+    if model.distribute_strategy.num_replicas_in_sync > 1:
         return
+    for container in (_metrics_of(model), _losses_of(model)):
+        if container is not None and not container.built:
+            _build_outside(container)
+
+
+def _build_outside(container: Any) -> None:
+    """Has the metrics in a container made without being counted as variables of the step."""
     build, own = container.build, vars(container).get("build")
+    if hasattr(build, "is_outside"):
+        return
 
     @functools.wraps(build)
     def build_outside(*args: Any, **kwargs: Any) -> None:
@@ -110,6 +113,7 @@ def have_metrics_made_outside(model: keras.Model) -> None:
         with uncounted_variables():
             build(*args, **kwargs)
 
+    build_outside.is_outside = True  # type: ignore[attr-defined]
     container.build = build_outside
 
 
@@ -159,6 +163,11 @@ def _metrics_of(model: keras.Model) -> Any:
     """What holds the metrics of a compiled model; `None` if there is none."""
     name = "_compile_metrics" if GENERATION == 3 else "compiled_metrics"
     return getattr(model, name, None)
+
+
+def _losses_of(model: keras.Model) -> Any:
+    """What holds the losses of a compiled model, and their means; `None` if there is none."""
+    return getattr(model, "_compile_loss" if GENERATION == 3 else "compiled_loss", None)
 
 
 def _give_weights_to_all_metrics(container: Any) -> None:
@@ -445,8 +454,7 @@ def compiled_with(model: tf.keras.Model, loss: Any, loss_weights: Any = None) ->
 
 def loss_weights_of(model: tf.keras.Model) -> Any:
     """The argument `loss_weights` that a model was compiled with."""
-    of_model = model._compile_loss if GENERATION == 3 else model.compiled_loss
-    return getattr(of_model, "_user_loss_weights", None)
+    return getattr(_losses_of(model), "_user_loss_weights", None)
 
 
 def untrained_weights(model: tf.keras.Model) -> list[tf.Variable]:

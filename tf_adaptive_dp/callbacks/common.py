@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.callers import callbacks_beside, running_fit
+from tf_adaptive_dp._keras.models import have_metrics_made_outside
 from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
@@ -53,10 +54,11 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         if self.model is not None:
             refuse_unpaid_in(self.model, self.optimizer)
 
-    def warn_before_training(self) -> None:
-        """Warns, once in a call of `fit`, of releases that ε does not cover.
+    def prepare_training(self) -> None:
+        """Warns, once in a call of `fit`, of releases that ε does not cover, see `fit_warnings`.
 
-        See `fit_warnings`. Without such a callback, the optimizer does it in its first step.
+        Without such a callback, the optimizer does it in its first step. That is too late to have
+        the means of several losses made outside of the step, which is then traced twice.
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
@@ -73,6 +75,8 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         if fit is not None:  # a second one traces no step, which would do so
             refuse_data(self.optimizer, fit)
         warn_of_uncovered(self.model, self.optimizer, beside)
+        if isinstance(self.model, tf.keras.Model):
+            have_metrics_made_outside(self.model)
 
 
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:

@@ -233,7 +233,7 @@ class PrivacyBudget(PrivateCallback):
         checks.fixed_steps_per_call(self.model)
         optimizer = self.optimizer
         self.require_counted_statistics()
-        self.warn_before_training()
+        self.prepare_training()
         begin_batches_anew(optimizer)
         self._num_examples_check.begin(optimizer, steps_per_epoch(self))
         self._priced, self._stopped, self._guessed = (), False, False

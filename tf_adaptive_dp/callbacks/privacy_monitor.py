@@ -167,7 +167,7 @@ class PrivacyMonitor(PrivateCallback):
         """Checks that the optimizer is private; called by Keras."""
         optimizer = self.optimizer
         self.require_counted_statistics()
-        self.warn_before_training()
+        self.prepare_training()
         begin_batches_anew(optimizer)
         self._released, self._noted = optimizer.ledger.num_releases, False
         optimizer.statistics.summary(reset=True)  # of training without this callback

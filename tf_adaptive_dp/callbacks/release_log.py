@@ -271,7 +271,7 @@ class ReleaseLog(PrivateCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Reconciles the ledger for callbacks that read it; called by Keras."""
-        self.warn_before_training()
+        self.prepare_training()
         checks.fixed_steps_per_call(self.model)
         self.reconcile(self._of_training())
 

@@ -557,7 +557,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         Nor do metrics that its model has yet to make cause that.
         """
         read = handles_read(loss)
-        if is_symbolic(loss) and num_replicas() == 1:
+        if is_symbolic(loss):
             for model in running_models():
                 have_metrics_made_outside(model)
         with _one_at_a_time(), uncounted_variables():
