@@ -20,6 +20,7 @@ from tests.helpers import catalogue
 from tests.helpers.label_counts import LabelCounts
 from tf_adaptive_dp._keras import tracebacks
 from tf_adaptive_dp._keras.generation import GENERATION, keras
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
@@ -890,6 +891,111 @@ def test_a_step_of_its_own_gets_a_weight_per_example(kind):
     assert model.optimizer.ledger.num_releases == plan.steps
 
 
+class Reproducing(tf.keras.Model):
+    """An autoencoder that needs no targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = tf.keras.layers.Dense(3), tf.keras.layers.Dense(X.shape[1])
+
+    def call(self, x):
+        return self.decoder(self.encoder(x))
+
+
+class WithAddedLoss(Reproducing):
+    def call(self, x):
+        outputs = super().call(x)
+        self.add_loss(tf.reduce_mean((outputs - x) ** 2))
+        return outputs
+
+
+class WithOwnLoss(Reproducing):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        losses = tf.reduce_mean((y_pred - x) ** 2, axis=1)
+        if sample_weight is not None:  # as in validation
+            losses *= sample_weight
+        return tf.reduce_mean(losses)
+
+
+class WithOwnStep(Reproducing):
+    """As Keras's own examples have it."""
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - x) ** 2)
+        self.optimizer.minimize(loss, self.trainable_variables, tape)
+        return {"loss": loss}
+
+
+class WithoutParts(Reproducing):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(data, training=True) - data) ** 2)
+        self.optimizer.minimize(loss, self.trainable_variables, tape)
+        return {"loss": loss}
+
+
+def reproduces(kind, *, seen=X, jit_compile=False, **arguments):
+    plan, model = planned(batch_size=32), kind()
+    model.compile(plan.optimizer(dp.ADADP), jit_compile=jit_compile)
+    history = plan.fit(model, seen, verbose=0, **arguments).history
+    assert model.optimizer.ledger.segments == [(1.0, 32.0, plan.steps)]
+    assert "epsilon" in plan.statement()
+    return history
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("kind", [WithAddedLoss, WithOwnLoss, WithOwnStep])
+def test_models_that_need_no_targets_get_none(kind, jit_compile):
+    reproduces(kind, jit_compile=jit_compile)
+
+
+@pytest.mark.slow_on(2)
+@pytest.mark.parametrize(
+    "seen", [tf.data.Dataset.from_tensor_slices(X), tf.data.Dataset.from_tensor_slices((X,))]
+)
+def test_data_sets_may_have_no_targets(seen):
+    reproduces(WithAddedLoss, seen=seen)
+
+
+def test_validation_data_may_have_no_targets():
+    assert "val_loss" in reproduces(WithOwnLoss, validation_data=(X,)) or GENERATION == 2
+
+
+def test_models_that_need_targets_say_so():
+    plan, model = planned(), Reproducing()
+    model.compile(plan.optimizer(dp.ADADP), "mse")
+    for seen in (X, tf.data.Dataset.from_tensor_slices(X)):
+        with pytest.raises(ValueError, match="`y` is missing, but .* a loss.*pass them as `y` too"):
+            plan.fit(model, seen, verbose=0)
+
+
+def test_a_step_that_takes_a_batch_for_its_inputs_is_told_its_parts():
+    with pytest.raises(ValueError, match="batches of three parts.*y is `None` if there are no"):
+        reproduces(WithoutParts)
+
+
+def test_padding_is_left_out_where_a_step_without_targets_ignores_weights():
+    weights = np.where(np.arange(N) % 4, np.float32(0), np.float32(2))
+    data = tf.data.Dataset.from_tensors((X, weights)).map(lambda x, w: (x, None, w))
+    changed = []
+    for seen in (data, X[weights > 0]):
+        tf.keras.utils.set_random_seed(0)
+        model = WithAddedLoss()
+        model(X)
+        before = [v.numpy() for v in map(native, model.trainable_variables)]
+        optimizer = dp.DPSGD(1e3, 0.0, learning_rate=1.0, expected_batch_size=float(N // 4))
+        model.compile(optimizer)
+        model.fit(seen, batch_size=N, epochs=1, verbose=0, shuffle=False)
+        after = [v.numpy() for v in map(native, model.trainable_variables)]
+        changed.append([a - b for a, b in zip(after, before)])
+    for with_padding, without in zip(*changed):
+        np.testing.assert_allclose(with_padding, without, rtol=1e-4, atol=1e-6)
+        assert np.any(without)
+
+
 @pytest.mark.slow_on(2)
 @pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
 @pytest.mark.filterwarnings("ignore:Nothing was trained")
@@ -1039,8 +1145,11 @@ def test_data_come_as_users_have_them():
         assert set(rows_of(plan.batches(*data), part)) == set(x[:, 0]), name
     with pytest.raises(ValueError, match="`num_examples`.*5 examples, num_examples=6"):
         plan.batches(x[:5], y[:5])
-    with pytest.raises(ValueError, match="`y` is missing"):
-        plan.batches(x)
+    for alone in (x, tf.data.Dataset.from_tensor_slices(x), (x,)):
+        batches = list(plan.batches(alone))
+        assert all(y is None and len(rows) == len(weights) for rows, y, weights in batches)
+        drawn = [row[0] for rows, _, weights in batches for row in rows.numpy()[weights != 0]]
+        assert set(drawn) <= set(x[:, 0]), type(alone)
     with pytest.raises(ValueError, match="`sample_weight` needs `y`"):
         plan.batches(x, None, y)
     with pytest.raises(TypeError, match="dict of its columns"):

@@ -464,7 +464,8 @@ class PrivacyPlan:
             a finite `tf.data.Dataset` of single examples (x, y) or (x, y, sample_weight), which is
             read into memory once; or a source with random access to such examples, such as
             `tfds.data_source`.
-          y: the targets.
+          y: the targets. `None` for models that need none; a data set then gives x alone, and
+            batches are (x, None, sample_weight).
           sample_weight: a weight for each example.
           start_step: the number of draws to skip because an earlier run made them.
           gradient_accumulation_steps: that of the optimizer.
@@ -539,7 +540,9 @@ class PrivacyPlan:
         Args:
           model: a model compiled with an optimizer of the plan.
           x: see `batches`, also for `y` and `sample_weight`.
-          y: the targets.
+          y: the targets. `None` for a model that needs none, as one with a `train_step` or a
+            `compute_loss` of its own, or whose losses are those of `add_loss`. Where its loss does
+            not read the sample weights, the rows of padding are left out.
           sample_weight: a weight for each example.
           directory: where the run is kept. It belongs to this run alone. `None` keeps nothing.
           callbacks: further callbacks, or a single one.

@@ -58,12 +58,17 @@ from tf_adaptive_dp.sampling.sources import (
 )
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
-from tf_adaptive_dp.validation.layer_findings import has_own, named_layers
+from tf_adaptive_dp.validation.layer_findings import has_own, named_layers, needs_targets
 from tf_adaptive_dp.validation.unit_findings import unit_findings
 
-MISSING_TARGETS = (
-    "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the model needs no "
-    "targets, as with a `train_step` of its own, pass zeros."
+# What Python, Keras and TensorFlow say if a step takes a batch of three parts for one of others.
+_OF_TUPLES = (
+    "too many values to unpack",
+    "but it received 3 input tensors",
+    "Inputs to a layer should be tensors",
+    "'tuple' object has no attribute",
+    "(<class 'NoneType'>)",
+    "None values not supported",
 )
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
@@ -282,6 +287,12 @@ class PlannedTraining:
         if directory is None:
             self._refuse_second_order(model.optimizer)
         source = self.source(*data)
+        if len(source.structure) == 1 and needs_targets(model, model.loss):
+            raise ValueError(
+                "`y` is missing, but the model is compiled with a loss, which compares outputs "
+                "with it. To learn to reproduce the inputs, pass them as `y` too. Received: "
+                f"y=None, loss={model.loss!r}"
+            )
         _warn_of_values(model, source)
         run = None
         if directory is not None:
@@ -651,14 +662,16 @@ def _explaining_batches(model: keras.Model) -> Iterator[None]:
             "numbers a place for unknown ones, `num_oov_indices=1`, or encode the inputs before "
             f"`fit`. Received: model={model.name!r}, whose step failed with: {said}"
         ) from (None if is_filtering() else error)
-    except ValueError as error:
-        said = str(error).rstrip().rpartition("\n")[2].strip()
-        if "too many values to unpack" not in said or not has_own(model, "train_step"):
+    except (AttributeError, TypeError, ValueError) as error:
+        lines = (line for line in str(error).splitlines() if any(w in line for w in _OF_TUPLES))
+        said = next(lines, "").strip()
+        if not said or not has_own(model, "train_step"):
             raise
         raise ValueError(
             "The `train_step` of the model must take batches of three parts, (x, y, "
-            "sample_weight): the weights mark padding. Write `x, y, sample_weight = "
-            "keras.utils.unpack_x_y_sample_weight(data)`, and pass `sample_weight` to the loss; "
+            "sample_weight): the weights mark padding, and y is `None` if there are no targets. "
+            "Write `x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)`, and pass "
+            "`sample_weight` to the loss; "
             f"see docs/troubleshooting.md. Received: model={model.name!r}, whose step failed with: "
             f"{said}"
         ) from error
@@ -679,9 +692,8 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
                 "`sample_weight` needs `y`. A source of single examples gives its weights as "
                 "(x, y, sample_weight). Received: y=None"
             )
-        if hasattr(x, "shape") or isinstance(x, (dict, list)):
-            raise ValueError(f"{MISSING_TARGETS} Received: y=None")
-        return x
+        is_of_arrays = hasattr(x, "shape") or isinstance(x, (dict, list))
+        return (_arrays("x", x),) if is_of_arrays else x
     if isinstance(y, dict) and isinstance(sample_weight, dict) and set(y) - set(sample_weight):
         raise ValueError(
             "`sample_weight` must have weights for each output of `y`; `np.ones(num_examples)` "

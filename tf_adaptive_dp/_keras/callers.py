@@ -44,6 +44,15 @@ def is_in_train_step_of_users() -> bool:
     return False
 
 
+def batch_of_step() -> Any:
+    """What Keras's training function gives the `train_step` that is running; `None` without one."""
+    for caller in _callers():
+        name = caller.f_code.co_name.removeprefix("tf__")
+        if name in ("run_step", "one_step_on_data") and (_is_of_keras(caller) or _is_own(caller)):
+            return caller.f_locals.get("data")
+    return None
+
+
 def running_models() -> list[keras.Model]:
     """The models with a method that is running, such as `fit`."""
     return list({id(o): o for o in _owners() if isinstance(o, keras.Model)}.values())
@@ -262,6 +271,10 @@ def _running_fits(callers: Iterable[types.FrameType]) -> Iterator[Mapping[str, A
 def _is_of_keras(caller: types.FrameType) -> bool:
     package, _, _ = caller.f_globals.get("__name__", "").partition(".")
     return package in ("keras", "tf_keras")
+
+
+def _is_own(caller: types.FrameType) -> bool:
+    return caller.f_globals.get("__name__", "").startswith("tf_adaptive_dp.")
 
 
 def _owners() -> Iterator[Any]:

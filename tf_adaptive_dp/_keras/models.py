@@ -247,7 +247,8 @@ def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) ->
     """
     x, y, given = batches.element_spec
     aligned = 2 if GENERATION == 3 else 3  # axes of targets
-    if all(len(spec.shape) < aligned for spec in tf.nest.flatten(y)):
+    targets = [spec for spec in tf.nest.flatten(y) if isinstance(spec, tf.TensorSpec)]
+    if all(len(spec.shape) < aligned for spec in targets):  # also if there are none
         return batches
     if not model.loss or type(model).call is keras.Model.call:
         return batches

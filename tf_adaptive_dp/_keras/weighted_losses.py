@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.callers import batch_of_step
 from tf_adaptive_dp._keras.generation import GENERATION
 
 # `losses_utils.compute_weighted_loss` of Keras 2.
@@ -110,6 +111,14 @@ def labels_of_step(graph: tf.Graph) -> list[tf.Tensor]:
     if not isinstance(data, tuple) or len(data) < 2:
         return []
     return [label for label in _arguments(graph, data, 1) if label is not None]
+
+
+def weights_without_targets() -> tf.Tensor | None:
+    """The sample weights of the step's batch, if it is (x, None, sample_weight); else `None`."""
+    batch = batch_of_step()
+    if not isinstance(batch, tuple) or len(batch) != 3 or batch[1] is not None:
+        return None
+    return batch[2] if tf.is_tensor(batch[2]) else None
 
 
 def _batch_of_step(graph: tf.Graph) -> Any:

@@ -12,6 +12,7 @@ from tf_adaptive_dp._keras.weighted_losses import (
     is_loss_of_output,
     multiplies_losses,
     sample_weights_of_step,
+    weights_without_targets,
 )
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.batch_axis.operation_types import SCALINGS, SUMS, UNCHANGED
@@ -36,7 +37,8 @@ def find_present(
     has weight 0 there, and then the other terms must leave it out too. Keras's graph tells which
     factors are sample weights: a label that happens to multiply the loss is none, and neither is a
     mask that a layer computed (`Masking`). If the loss of an output has no sample weights, all rows
-    are present.
+    are present. If the batch has no targets, there is no such loss, and a loss that reads no sample
+    weights leaves out the rows where they are 0.
 
     Args:
       losses: the tensors that make up the loss: the loss vector, or the terms of a scalar.
@@ -46,6 +48,9 @@ def find_present(
     Returns:
       [B], bool; `None` if all rows are present, or if all terms have sample weights.
     """
+    of_step = weights_without_targets()
+    if of_step is not None and not _reads(total, of_step):
+        return _nonzero(of_step)
     search = _WeightSearch(total, batch_axes)
     weights: dict = {}
     unweighted = False
@@ -147,6 +152,10 @@ def _factors(tensor: tf.Tensor, batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
         yield from _factors(op.inputs[0], batch_axes)
     elif batch_axes.depends(tensor):
         yield tensor
+
+
+def _reads(loss: tf.Tensor, weights: tf.Tensor) -> bool:
+    return any(tensor is weights for op in ancestors([loss]) for tensor in op.inputs)
 
 
 def _is_fed(tensor: tf.Tensor) -> bool:

@@ -213,7 +213,10 @@ def per_example_gradients(
     _require_floating(variables, paths)
     with contextlib.nullcontext() if is_recording(tape) else tape:
         searched = _search(loss, method, expected_batch_size)
-        unit_losses = _unit_losses(searched, num_microbatches, examples_per_user)
+        if searched.present is not None and examples_per_user is not None:
+            warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
+        losses = _losses_of_present(searched)
+        unit_losses = _unit_losses(losses, num_microbatches, examples_per_user)
         scaled = unit_losses
         if loss_scale != 1:
             scaled *= tf.cast(loss_scale, scaled.dtype)
@@ -242,7 +245,7 @@ def per_example_gradients(
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
-    source.example_losses, source.unit_losses = searched.losses, unit_losses
+    source.example_losses, source.unit_losses = losses, unit_losses
     source.outside, source.rows_differ = searched.outside, searched.rows_differ
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
     source.counts_batch = batch_axes is not None and counts_batch(
@@ -306,20 +309,20 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     return _Searched(vector, axes, penalties, present, outside, rows_differ)
 
 
-def _unit_losses(
-    searched: _Searched, num_microbatches: int | None, examples_per_user: int | None
-) -> tf.Tensor:
-    """The losses whose gradients are clipped: of examples, microbatches or users.
-
-    Rows that are absent, or have an index outside of their row, have a loss of 0.
-    """
+def _losses_of_present(searched: _Searched) -> tf.Tensor:
+    """[B], of rows that are absent, or have an index outside of their row, 0."""
     losses = searched.losses
     if searched.outside is not None:
         losses = tf.where(searched.outside, tf.zeros_like(losses), losses)
     if searched.present is not None:
-        if examples_per_user is not None:
-            warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
         losses = tf.where(searched.present, losses, tf.zeros_like(losses))
+    return losses
+
+
+def _unit_losses(
+    losses: tf.Tensor, num_microbatches: int | None, examples_per_user: int | None
+) -> tf.Tensor:
+    """The losses whose gradients are clipped: of examples, microbatches or users."""
     if num_microbatches is not None:
         return microbatch_means(losses, num_microbatches)
     if examples_per_user is not None:

@@ -93,11 +93,12 @@ def poisson_batches(
 
     Args:
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
-        first axis; or an object with `__len__` and `__getitem__` of single examples (or of lists of
-        indices, or `__getitems__`), such as `tfds.data_source`. Shapes and dtypes are taken from
-        the first example and count as public. Arrays of up to 2 GiB in total are copied, so that
-        TensorFlow can gather their rows. Larger ones are read by Python, which takes longer. A
-        finite `tf.data.Dataset` of single examples is read into memory once.
+        first axis, or `(x,)` for models that need no targets, whose batches are
+        `(x, None, sample_weight)`; or an object with `__len__` and `__getitem__` of single examples
+        (or of lists of indices, or `__getitems__`), such as `tfds.data_source`. Shapes and dtypes
+        are taken from the first example and count as public. Arrays of up to 2 GiB in total are
+        copied, so that TensorFlow can gather their rows. Larger ones are read by Python, which
+        takes longer. A finite `tf.data.Dataset` of single examples is read into memory once.
       sampling: q, the size of a batch, and the number of batches; a `CyclicPoissonSampling` for
         optimizers with correlated noise.
       start_step: the number of draws to skip because an earlier run made them.
@@ -383,7 +384,7 @@ def _weighted(
     """The batch (x, y, sample_weight) whose weights mark the padding and reduce users.
 
     Args:
-      data: (x, y), or (x, y, sample_weight) with the weights of the examples.
+      data: (x,), (x, y), or (x, y, sample_weight) with the weights of the examples.
       indices: [R], see `_drawer`.
       num_examples: the number of examples.
       sampling: says how the gradients of a user become one.
@@ -392,8 +393,9 @@ def _weighted(
     mask = tf.cast(indices < num_examples, tf.float32)
     if sampling.examples_per_user is not None and sampling.user_reduction == "mean":
         mask = _share_of_user(mask, sampling.examples_per_user)
-    if len(data) == 2:
-        return (*data, _with_marks(mask, marked))
+    if len(data) < 3:
+        x, y = (*data, None)[:2]
+        return x, y, _with_marks(mask, marked)
     x, y, weights = data
     if sampling.examples_per_user is not None:
         weights = tf.nest.map_structure(lambda w: _times(w, mask), weights)

@@ -27,6 +27,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.analysis import mixed_rows
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
+_PARTS = (1, 2, 3)  # (x,) is for models that need no targets
 SINGLE_EXAMPLES = (
     "A `tf.data.Dataset` must give single examples: leave `.batch(...)` out, since batches are "
     "drawn at random."
@@ -76,7 +77,7 @@ def open_source(
         raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
     if isinstance(data, tf.data.Dataset):
         data, preprocess = read_examples(data, preprocess, name), None
-    if isinstance(data, tuple) and len(data) in (2, 3):
+    if isinstance(data, tuple) and len(data) in _PARTS:
         if preprocess is not None:
             raise ValueError(
                 "`preprocess` is for sources of single examples; apply it to the arrays, one row "
@@ -162,11 +163,11 @@ def read_examples(
       name: the argument that the dataset came by, for errors.
 
     Returns:
-      The examples in the structure of an element, one row each.
+      The examples in the structure of an element, one row each; (x,) if that is no tuple.
 
     Raises:
-      TypeError, ValueError: if the dataset is infinite or repeats, its elements are not (x, y) or
-        (x, y, sample_weight), or their shapes differ.
+      TypeError, ValueError: if the dataset is infinite or repeats, its elements are not (x,),
+        (x, y) or (x, y, sample_weight), or their shapes differ.
       NotPrivateError: if an example may change what becomes of others.
     """
     refuse_ties(dataset, batched=False)
@@ -186,8 +187,10 @@ def read_examples(
     examples = [preprocess(e) if preprocess else e for e in dataset.as_numpy_iterator()]
     if not examples:
         raise ValueError(f"`{name}` must hold at least one example. Received: an empty dataset")
+    if not tf.nest.is_nested(examples[0]):  # as of inputs that have no targets
+        examples = [(example,) for example in examples]
     structure = examples[0]
-    if not isinstance(structure, tuple) or len(structure) not in (2, 3):
+    if not isinstance(structure, tuple) or len(structure) not in _PARTS:
         raise TypeError(
             f"Each element of the dataset must be one example, {_WHAT}. Received: "
             f"{type(structure).__name__}. Use `dataset.map` to convert it."
@@ -237,7 +240,7 @@ class Arrays:
     """Examples in arrays, one row each.
 
     Attributes:
-      structure: nest (x, y) or (x, y, sample_weight), into which a flat list can be packed.
+      structure: nest (x,), (x, y) or (x, y, sample_weight), into which a flat list can be packed.
       parts: shape and dtype of each part of an example.
     """
 
@@ -318,7 +321,7 @@ class Records:
     """Examples of a random-access source, read singly or in lists, as the source allows.
 
     Attributes:
-      structure: nest (x, y) or (x, y, sample_weight), into which a flat list can be packed.
+      structure: nest (x,), (x, y) or (x, y, sample_weight), into which a flat list can be packed.
       parts: shape and dtype of each part of an example.
     """
 
@@ -332,7 +335,7 @@ class Records:
             except TypeError:  # older tfds sources take only lists of indices
                 self._takes_lists = True
         (example,) = self._read([0]) if len(data) else [((), ())]
-        if not isinstance(example, tuple) or len(example) not in (2, 3):
+        if not isinstance(example, tuple) or len(example) not in _PARTS:
             raise TypeError(
                 f"Each example must be {_WHAT}; pass `preprocess` to convert it. Received: "
                 f"{type(example).__name__}"

@@ -76,6 +76,19 @@ def has_own(model: tf.keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(tf.keras.Model, method)
 
 
+def needs_targets(model: tf.keras.Model, loss: Any) -> bool:
+    """Whether the training step of a compiled model is Keras's own, and compares with targets.
+
+    Args:
+      model: the model.
+      loss: what it is compiled with.
+    """
+    methods = ("train_step", "compute_loss", "make_train_function")
+    if any(has_own(model, method) for method in methods):
+        return False
+    return any(part is not None for part in tf.nest.flatten(loss))
+
+
 def takes_batch_statistics(layer: tf.keras.layers.Layer) -> bool:
     """Whether a layer normalizes by the statistics of the batch when the model trains."""
     return isinstance(layer, BATCH_NORMALIZATIONS) and layer.trainable

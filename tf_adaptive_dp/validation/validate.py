@@ -24,6 +24,7 @@ from tf_adaptive_dp.validation.layer_findings import (
     has_own,
     layer_findings,
     named_layers,
+    needs_targets,
     path_finder,
     statistics_findings,
     takes_batch_statistics,
@@ -258,10 +259,7 @@ def _lacks_targets(subject: _Subject, batch: tuple) -> bool:
     """Whether Keras's own training step needs targets that are not there."""
     if len(batch) > 1 and batch[1] is not None:
         return False
-    methods = ("train_step", "compute_loss", "make_train_function")
-    if not is_compiled(subject.trained) or any(has_own(subject.model, m) for m in methods):
-        return False
-    return any(part is not None for part in tf.nest.flatten(subject.loss))
+    return is_compiled(subject.trained) and needs_targets(subject.model, subject.loss)
 
 
 def _build(model: tf.keras.Model, inputs: Any) -> Finding | None:

@@ -24,7 +24,6 @@ from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.planned_training import MISSING_TARGETS
 from tf_adaptive_dp.sampling import datasets, draws, sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import space
@@ -440,7 +439,9 @@ def _require_arrays(given: dict[str, Any]) -> None:
     """
     if given.get("y") is None:
         raise ValueError(
-            f"{MISSING_TARGETS} Received: x of type {type(given.get('x')).__name__}, y=None"
+            "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. If the models "
+            "need no targets, as with a `train_step` of their own, pass zeros. Received: x of type "
+            f"{type(given.get('x')).__name__}, y=None"
         )
     checks.equal_rows({name: given.get(name) for name in ("x", "y", "sample_weight")})
 
