@@ -528,6 +528,9 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
         log.close()
     history = longer.fit(model, X, Y, directory=tmp_path / "longer" if kept else None, verbose=0)
     assert model.optimizer.ledger.segments == [(noise_multiplier, 13.0, 25)]
+    assert history.epoch == [2, 3, 4]  # as Keras shows and counts them
+    with pytest.raises(BudgetExceededError, match="`epochs` above 5.*25 releases, and a .* 10 st"):
+        first.fit(model, X, Y, verbose=0)
     # The first batches had less room, and cost more; it did not take the last step away.
     assert first.sampling.max_batch_size < longer.sampling.max_batch_size
     assert longer.epsilon < history.history["epsilon"][-1] <= longer.epsilon * 1.00001

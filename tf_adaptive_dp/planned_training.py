@@ -33,7 +33,7 @@ from tf_adaptive_dp.callbacks.run_directory import (
     RunDirectory,
     RunHistory,
 )
-from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.normalization import (
     PlannedNormalization,
     PrivateNormalization,
@@ -371,6 +371,8 @@ class PlannedTraining:
             _require_saved_epoch(run, str(directory))
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or finished else run.log.num_releases
+        # A directory says more about a run that resumes, and restores the epoch itself.
+        trained = 0 if finished else model.optimizer.ledger.num_releases // plan.steps_per_epoch
         key = None
         if run is not None and run.keys is not None:
             key = plan.sampling.resumed_key(run.keys.groups)
@@ -390,6 +392,7 @@ class PlannedTraining:
             of_keras = model.fit(
                 batches,
                 epochs=0 if finished else plan.epochs,
+                initial_epoch=trained,
                 steps_per_epoch=parts * plan.steps_per_epoch,
                 shuffle=False,  # the batches are drawn already; Keras warns of anything else
                 callbacks=reporting if run is None else run.callbacks(reporting),
@@ -418,10 +421,23 @@ class PlannedTraining:
         self._check_events(optimizer)
 
     def _check_next_release(self, optimizer: Any) -> None:
-        """Raises unless the next release has the noise and the batch size of the plan."""
+        """Raises unless the next release has the noise and the batch size of the plan.
+
+        And unless the plan has as many steps as there were.
+        """
         wanted = (self._plan.noise_multiplier, self._plan.expected_batch_size)
         noise_multiplier, size = optimizer.next_release()
         if noise_multiplier == wanted[0] and size is not None and math.isclose(size, wanted[1]):
+            released, steps = optimizer.ledger.num_releases, self._plan.steps
+            if released > steps:
+                raise BudgetExceededError(
+                    "The plan must cover the steps that the optimizer has made: `epochs` counts "
+                    "the earlier ones, too. To train longer, make the plan with "
+                    f"`noise_multiplier={noise_multiplier!r}` in place of `epsilon`, and "
+                    f"`epochs` above {released // self._plan.steps_per_epoch}. If this is a new "
+                    "model, compile it with a new optimizer, `plan.optimizer(...)`. Received: "
+                    f"{released} releases, and a plan of {steps} steps"
+                )
             return
         longer = ""
         if optimizer.ledger.num_releases:
