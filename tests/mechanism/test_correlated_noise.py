@@ -479,7 +479,8 @@ def test_what_is_not_proven_is_refused(arguments, message):
 
 @pytest.mark.parametrize("make", [dp.DPAdamWOSM, lambda _, s, **k: dp.UntunedSGD(s, **k)])
 def test_update_rules_for_independent_noise_refuse_other_noise(make):
-    with pytest.raises(ValueError, match="`noise` must be IndependentNoise"):
+    instead = "Leave `noise` out.*`PrivacyPlan.*use ADADP.*or DPSGD or DPAdam"
+    with pytest.raises(ValueError, match=f"`noise` must be IndependentNoise.*{instead}"):
         make(1.0, 1.0, noise=BandedNoise(2))
     assert make(1.0, 1.0, noise=IndependentNoise()).noise == IndependentNoise()
 

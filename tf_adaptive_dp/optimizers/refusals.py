@@ -203,8 +203,10 @@ def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
     why, side_information = optimizer.needs_independent_noise, optimizer.side_information
     if why is not None:
         raise ValueError(
-            f"`noise` must be IndependentNoise() for {type(optimizer).__name__}: {why}. Use DPSGD, "
-            f"DPAdam or another optimizer for correlated noise. Received: noise={noise!r}"
+            f"`noise` must be IndependentNoise() for {type(optimizer).__name__}: {why}. Leave "
+            "`noise` out, in a plan of `PrivacyPlan(...)`; or keep it and use ADADP, which needs "
+            "no tuning either and takes banded noise, or DPSGD or DPAdam, which take any. "
+            f"Received: noise={noise!r}"
         )
     if side_information is not None and side_information.learns:
         raise ValueError(
