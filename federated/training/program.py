@@ -94,7 +94,13 @@ def _check(
     release_managers: Sequence,
 ) -> None:
     if not hasattr(sampler, "cohort"):
-        raise TypeError(f"`sampler` must be a `ClientSampler`. Received: sampler={sampler!r}")
+        raise TypeError(
+            "`sampler` must be a `ClientSampler`, since ε depends on how it draws: "
+            "`ClientSampler.poisson(client_data.client_ids, privacy, num_rounds)`; or, in place of "
+            "`tff.simulation.build_uniform_sampling_fn`, `ClientSampler(client_data.client_ids, "
+            "FixedSizeSampling(clients_per_round, steps=num_rounds))` with the sampling of "
+            f"`tf_adaptive_dp.sampling`. Received: sampler={sampler!r}"
+        )
     sampling = sampler.sampling
     before = rounds_before(ledger)
     if num_rounds + before > sampling.steps:

@@ -591,7 +591,7 @@ def test_an_evaluation_without_numbers_costs_one_round_and_is_corrected(tmp_path
         ({"process": print}, "`process` must be a .*LearningProcess.*without `initialize`"),
         ({"release_managers": [print]}, "`release_managers` must be a list of.*among them"),
         ({"release_managers": print}, "`release_managers` must be a list of.*function print>$"),
-        ({"sampler": "every"}, "`sampler` must be a `ClientSampler`"),
+        ({"sampler": "every"}, "must be a `ClientSampler`.*uniform_sampling_fn.*FixedSizeSampling"),
         ({"ledger": 7}, "`ledger` must be a `UserLedger`"),
     ],
 )
