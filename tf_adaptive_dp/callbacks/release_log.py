@@ -241,6 +241,20 @@ class ReleaseLog(PrivateCallback):
             f"ledger={segments}, log={announced}"
         )
 
+    def admit(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Writes down what was released without being announced, whenever that happened.
+
+        Args:
+          optimizer: the optimizer of the run, whose ledger holds all releases of the log.
+
+        Raises:
+          TypeError: if it has no ledger.
+        """
+        _require_ledger(optimizer)
+        ledger = optimizer.ledger
+        if not ledger.extends(self._file.segments, ledger.segments):
+            self._file.write(ledger.segments, ledger.fewest_units)
+
     def announce(self, optimizer: tf.keras.optimizers.Optimizer, num_releases: int = 1) -> None:
         """Writes down releases that are about to happen. Custom training loops must call it.
 

@@ -1,5 +1,7 @@
 """Trials that would release more than the search accounts for, or depend on each other."""
 
+import contextlib
+
 import pytest
 import tensorflow as tf
 
@@ -88,6 +90,11 @@ def test_batches_that_come_again_in_another_trial_are_refused(tmp_path):
 def test_a_callback_that_trains_on_after_the_last_step_is_refused(tmp_path):
     with pytest.raises(dp.NotPrivateError, match=MORE + "5 releases, 4 were planned"):
         found_by(tmp_path, with_16_examples, callbacks=[TrainsOn()])
+    (path,) = tmp_path.glob("**/releases")
+    with contextlib.closing(dp.ReleaseLog(path, steps=5)) as log:
+        assert log.num_releases == 5
+    with pytest.raises(dp.NotPrivateError, match=MORE + "5 releases, 4 were planned"):
+        found_by(tmp_path, with_16_examples)  # it went on, and called its epsilon proven
 
 
 def test_a_trial_that_crashes_after_it_released_more_is_no_crash(tmp_path):
@@ -98,6 +105,8 @@ def test_a_trial_that_crashes_after_it_released_more_is_no_crash(tmp_path):
 
     with pytest.raises(dp.NotPrivateError, match=MORE + "5 releases, 4 were planned"):
         found_by(tmp_path, with_16_examples, callbacks=[TrainsOnAndFails()])
+    with pytest.raises(dp.NotPrivateError, match=MORE + "5 releases, 4 were planned"):
+        found_by(tmp_path, with_16_examples)
 
 
 def test_a_budget_that_is_exceeded_is_no_crash(tmp_path):

@@ -107,14 +107,27 @@ def test_the_normalization_that_the_optimizer_of_a_plan_pays_for_is_named(tmp_pa
         tuned.search(made)
 
 
-@pytest.mark.parametrize("name, values", [("batch", [8.0, 4.0]), ("seed", [None, 1])])
+PRICED_BY = {"batch": "expected_batch_size", "parts": "gradient_accumulation_steps", "seed": "seed"}
+
+
+@pytest.mark.parametrize(
+    "name, values", [("batch", [8.0, 4.0]), ("parts", [1, 2]), ("seed", [None, 1])]
+)
 def test_one_candidate_of_another_price_stops_all_before_the_first(tmp_path, name, values):
     def build(hp):
-        value = values[hp.Int("which", 0, 1)]
-        own = {"expected_batch_size": value} if name == "batch" else {"seed": value}
-        return tuned.model(tuned.optimizer(**own))
+        return tuned.model(tuned.optimizer(**{PRICED_BY[name]: values[hp.Int("which", 0, 1)]}))
 
     with pytest.raises(dp.NotPrivateError, match="All trials have to cost the same"):
+        tuned.search(tuned.tuner(tmp_path, build))
+
+
+def test_a_number_of_steps_per_call_that_keras_changes(tmp_path):
+    def build(hp):
+        made = tuned.build(hp)
+        made.enable_tune_steps_per_execution = True
+        return made
+
+    with pytest.raises(dp.NotPrivateError, match="must run a fixed number of steps per call"):
         tuned.search(tuned.tuner(tmp_path, build))
 
 

@@ -6,9 +6,10 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import tuned
+from tests.helpers import catalogue, tuned
 from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.mechanism.draw_numbers import Seen
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import search_plan as plans
 from tf_adaptive_dp.tuning.keras_tuner import trial
@@ -430,7 +431,33 @@ def test_releases_that_were_not_planned_are_found_at_every_end(found, match):
             end()
 
 
+def test_statistics_that_a_trial_releases_are_found_at_every_end():
+    layer, budget = dp.PrivateNormalization(20.0), trial.TrialBudget(planned(), 1.0)
+    model = tf.keras.Sequential([tf.keras.Input([3]), layer, tf.keras.layers.Dense(2)])
+    model.compile(tuned.optimizer(), "sparse_categorical_crossentropy")
+    budget.set_model(model)
+    budget.require_planned()
+    layer.adapt(tuned.data(500)[0])
+    with pytest.raises(dp.NotPrivateError, match="something beside its gradients.*Gaussian.*20.0"):
+        budget.require_planned()
+
+
 POISSON = dp.PoissonSampling.for_batch_size(8, tuned.NUM_EXAMPLES, steps=4)
+
+
+def test_releases_that_contradict_the_sampling_are_found_at_every_end():
+    budget = budget_of((1.0, 8.0, 1), plan=planned(POISSON))
+    budget.require_planned()
+    budget.model.optimizer._mechanism.seen.add_counts(Seen(numbered=40, marked=0))
+    with pytest.raises(dp.NotPrivateError, match="40 of 40 batches reached the optimizer without"):
+        budget.require_planned()
+
+
+def test_several_replicas_are_refused_where_only_the_winner_is_released():
+    with catalogue.mirrored().scope():
+        model = tuned.model(tuned.optimizer())
+    with pytest.raises(dp.NotPrivateError, match="on one replica.*run_eagerly=False, 2 replicas"):
+        trial.prepare(model, planned(POISSON, strategy=strategies.RepeatAndSelect(3.0)), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -184,11 +184,11 @@ class PrivateTrial:
             )
             budget.check_end()
         except NotPrivateError:
-            if log is not None:
-                with contextlib.suppress(ValueError):
-                    log.reconcile(optimizer)  # records releases beyond those announced
             budget.require_planned()  # which knows better than the log what is wrong
             raise
+        finally:
+            if log is not None:
+                log.admit(optimizer)  # so that whoever resumes the search knows of it
 
     def _score(self, model: tf.keras.Model, data: FitArguments, objective: Any) -> float | None:
         exact = float(objective.get_value(data.scores(model)))
