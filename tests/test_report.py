@@ -88,6 +88,13 @@ def test_figures_without_noise_stand_apart_and_only_if_there_are_some():
     assert "Not private" not in report.page(facts(history=quiet))
 
 
+def test_rates_that_are_all_zero_are_shown_without_a_warning(recwarn):
+    """As those of `UntunedSGD` are if all of its batches measured."""
+    still = [{**row, "logs": {**row["logs"], "learning_rate": 0.0}} for row in HISTORY]
+    assert report.page(facts(history=still)).count("<svg") == 4
+    assert not [w for w in recwarn if "log-scaled" in str(w.message)]
+
+
 def test_text_is_escaped():
     data = facts()
     data["optimizer"]["class"] = "<script>alert(1)</script>"

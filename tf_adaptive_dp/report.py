@@ -393,7 +393,7 @@ def _chart(
             axes.axhline(limit, color="#a51d2d", linestyle="--", linewidth=1, label="budget")
             axes.legend(frameon=False)
             axes.set_ylim(bottom=0)
-        if log:
+        if log and any(value > 0 for value in values):  # a rate of 0 has no logarithm
             axes.set_yscale("log")
         axes.set_title(title)
         axes.set_xlabel("noisy gradients")
