@@ -20,6 +20,7 @@ from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
+    have_weights_made_outside,
     leave_padding_out_of_metrics,
     steps_per_call,
 )
@@ -377,6 +378,8 @@ class PlannedTraining:
         if run is not None and run.keys is not None:
             key = plan.sampling.resumed_key(run.keys.groups)
         batches = self.batches(source, start, parts, key)
+        if not has_own(model, "train_step"):
+            have_weights_made_outside(model, batches.element_spec[0])
         batches = give_weights_axes_of_losses(model, batches)
         leave_padding_out_of_metrics(model)
         monitor, budget = plan.callbacks(None if directory is None else f"{directory}/logs")

@@ -75,6 +75,22 @@ def test_nor_do_the_means_of_the_losses_of_several_outputs(by_name):
     np.testing.assert_allclose(history["loss"], np.add(history["a_loss"], history["b_loss"]), 1e-5)
 
 
+def test_nor_do_the_weights_of_a_model_that_is_not_built():
+    traces = []
+
+    def loss(y, outputs):
+        traces.append(outputs)
+        return catalogue.loss()(y, outputs)
+
+    plan = dp.PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, num_examples=32, batch_size=8, epochs=2, accountant="rdp"
+    )
+    model = tf.keras.Sequential([tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(4)])
+    model.compile(plan.optimizer(dp.ADADP), loss)
+    plan.fit(model, X, Y, verbose=0)
+    assert len(traces) == 1 and model.optimizer.ledger.num_releases == plan.steps
+
+
 def test_metrics_count_as_they_do_without_privacy():
     values = []
     for optimizer in (dp.DPSGD(1.0, 1.0, learning_rate=0.0), tf.keras.optimizers.SGD(0.0)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -96,6 +96,28 @@ def have_metrics_made_outside(model: keras.Model) -> None:
     for container in (_metrics_of(model), _losses_of(model)):
         if container is not None and not container.built:
             _build_outside(container)
+
+
+def have_weights_made_outside(model: keras.Model, x: Any) -> None:
+    """Spares the step of a model that is not built a second trace, as making weights would cause.
+
+    Args:
+      model: a model whose step calls it on the inputs; nothing is done for one on several replicas.
+      x: specifications of the inputs.
+    """
+    if not model.built and model.distribute_strategy.num_replicas_in_sync == 1:
+        _result_for(lambda x: model(x, training=False), x)
+
+
+def _result_for(function: Callable[..., Any], *specs: Any) -> Any:
+    """What a function returns for tensors of these specifications, without their values."""
+    if GENERATION == 2:
+        traced = tf.function(function, autograph=False)
+        return traced.get_concrete_function(*specs).structured_outputs
+    given = tf.nest.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), specs
+    )
+    return internal_module("backend").compute_output_spec(function, *given)
 
 
 def _build_outside(container: Any) -> None:
@@ -301,14 +323,7 @@ def _ranks_of_losses(model: keras.Model, x: Any, y: Any) -> dict[Any, tuple[int,
             for key, place in places.items()
         ]
 
-    if GENERATION == 2:
-        function = tf.function(losses, autograph=False)
-        found = function.get_concrete_function(x, targets).structured_outputs
-    else:
-        given = tf.nest.map_structure(
-            lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), (x, targets)
-        )
-        found = internal_module("backend").compute_output_spec(losses, *given)
+    found = _result_for(losses, x, targets)
     return {key: (len(loss.shape), place) for (key, place), loss in zip(places.items(), found)}
 
 
