@@ -1140,11 +1140,10 @@ def test_data_come_as_users_have_them():
         "columns": ((dict(mixed), y), lambda b: b[0]["a"]),
         "list": (([x, y], y), lambda b: b[0][0][:, 0]),
         "dataset": ((tf.data.Dataset.from_tensor_slices((x, y)),), lambda b: b[0][:, 0]),
-        "source": (([(x[i], y[i]) for i in range(6)],), lambda b: b[0][:, 0]),
+        "source": ((tuple((x[i], y[i]) for i in range(6)),), lambda b: b[0][:, 0]),
+        "list of examples": (([(x[i], y[i]) for i in range(6)],), lambda b: b[0][:, 0]),
     }
     for name, (data, part) in kinds.items():
-        if name == "source":
-            data = (tuple(data[0]),)
         assert set(rows_of(plan.batches(*data), part)) == set(x[:, 0]), name
     with pytest.raises(ValueError, match="`num_examples`.*5 examples, num_examples=6"):
         plan.batches(x[:5], y[:5])
