@@ -11,6 +11,7 @@ import tensorflow_federated as tff
 
 from federated.privacy.user_ledger import UserLedger
 from federated.training import program
+from federated.training import run as run_module
 from federated.training.run import Run, _description
 from tests.helpers import killable_rounds as rounds
 from tests.helpers import real_rounds
@@ -174,6 +175,17 @@ def test_rounds_whose_state_vanished_stay_counted(tmp_path, mechanism):
     assert (trained.ledger.num_releases, trained.num_finished) == (4, 3)
     released = [e["number"] for e in rounds.record(tmp_path) if e["event"] == "released"]
     assert released == [1, 2, 3, 4]
+
+
+def test_a_process_that_cannot_be_searched_is_told_in_the_ledger(context, tmp_path, monkeypatch):
+    """Also where the run began with one that could."""
+    made, privacy = real_rounds.process("gaussian"), real_rounds.privacy("gaussian")
+    for searched in (True, False):
+        monkeypatch.setattr(run_module, "check_releases", lambda process, known=searched: known)
+        sampler = real_rounds.sampler("gaussian", rounds.KEY)
+        run = Run(made, sampler, tmp_path, UserLedger(privacy), max_failures=0)
+        run.journal.close()
+        assert run.ledger.releases_unknown is not searched
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", None])
