@@ -288,12 +288,8 @@ class PlannedTraining:
         if directory is None:
             self._refuse_second_order(model.optimizer)
         source = self.source(*data)
-        if len(source.structure) == 1 and needs_targets(model, model.loss):
-            raise ValueError(
-                "`y` is missing, but the model is compiled with a loss, which compares outputs "
-                "with it. To learn to reproduce the inputs, pass them as `y` too. Received: "
-                f"y=None, loss={model.loss!r}"
-            )
+        if len(source.structure) == 1:
+            _refuse_missing_targets(model)
         _warn_of_values(model, source)
         run = None
         if directory is not None:
@@ -577,6 +573,23 @@ def _require_private(optimizer: Any) -> None:
             "The optimizer of a plan must draw secret noise: anyone who knows the seed can "
             "remove the noise. Leave out `seed`; a test with repeatable noise can train "
             f"without a plan. Received: seed={optimizer.seed!r}"
+        )
+
+
+def _refuse_missing_targets(model: keras.Model) -> None:
+    """Raises if a model needs targets, or TensorFlow cannot pass batches without them to it."""
+    if needs_targets(model, model.loss):
+        raise ValueError(
+            "`y` is missing, but the model is compiled with a loss, which compares outputs "
+            "with it. To learn to reproduce the inputs, pass them as `y` too. Received: "
+            f"y=None, loss={model.loss!r}"
+        )
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "`y` is missing, and TensorFlow passes no batches without targets to several replicas. "
+            "Train on one replica; or pass zeros as `y`, and multiply the losses by the sample "
+            f"weights, which mark padding. Received: y=None, {replicas} replicas"
         )
 
 

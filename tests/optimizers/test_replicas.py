@@ -58,6 +58,23 @@ def test_a_plan_trains_on_replicas(tmp_path):
     assert model.optimizer.ledger.segments == [(1.0, 16.0, 8)]
 
 
+def test_a_plan_without_targets_says_what_replicas_need():
+    class WithAddedLoss(tf.keras.Sequential):
+        def call(self, x, training=None):
+            outputs = super().call(x)
+            self.add_loss(tf.reduce_mean(outputs**2))
+            return outputs
+
+    plan = dp.PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, num_examples=8, batch_size=4, epochs=1, accountant="rdp"
+    )
+    with catalogue.mirrored().scope():
+        model = WithAddedLoss([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
+        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1))
+    with pytest.raises(ValueError, match="no batches without targets to .* zeros as `y`.*2 repl"):
+        plan.fit(model, np.ones([8, 3], "float32"), verbose=0)
+
+
 def test_metrics_leave_padding_out_on_replicas():
     # The model predicts class 1, which all examples have and padding, of class 0, has not.
     plan = dp.PrivacyPlan(
