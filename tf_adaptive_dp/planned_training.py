@@ -387,16 +387,20 @@ class PlannedTraining:
             validation_data = _with_strings_for_keras(fit_arguments["validation_data"])
             fit_arguments = {**fit_arguments, "validation_data": validation_data}
         self._optimizer, self.model, self._history = model.optimizer, model, history
-        with _explaining_batches(model), short_assertions():
-            of_keras = model.fit(
-                batches,
-                epochs=0 if finished else plan.epochs,
-                initial_epoch=trained,
-                steps_per_epoch=parts * plan.steps_per_epoch,
-                shuffle=False,  # the batches are drawn already; Keras warns of anything else
-                callbacks=reporting if run is None else run.callbacks(reporting),
-                **fit_arguments,
-            )
+        try:
+            with _explaining_batches(model), short_assertions():
+                of_keras = model.fit(
+                    batches,
+                    epochs=0 if finished else plan.epochs,
+                    initial_epoch=trained,
+                    steps_per_epoch=parts * plan.steps_per_epoch,
+                    shuffle=False,  # the batches are drawn already; Keras warns of anything else
+                    callbacks=reporting if run is None else run.callbacks(reporting),
+                    **fit_arguments,
+                )
+        finally:
+            if run is not None:
+                run.log.admit(model.optimizer)  # what callbacks released after the log's own end
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
         if run is not None:

@@ -1,5 +1,6 @@
 """A planned run that is killed at any moment resumes with its ledger and its history."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -325,6 +326,25 @@ def test_a_run_that_was_stopped_within_epochs_makes_all_its_steps(tmp_path):
         assert model.optimizer.ledger.segments == [(1.0, 4.0, released)]
         weights.append(model.get_weights()[0])
     np.testing.assert_array_equal(weights[-2], weights[-1])  # restored from the end of the run
+
+
+@pytest.mark.slow_on(2)
+def test_what_a_callback_releases_after_the_end_of_a_run_is_written_down(tmp_path):
+    """The next process stated epsilon without it."""
+    x, y = np.ones([16, 2], "float32"), np.zeros([16])
+    plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=4, epochs=1)
+
+    class TrainsOn(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.train_on_batch(x[:4], y[:4], np.ones(4))
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+    with pytest.raises(ValueError, match="trained outside the plan"):
+        plan.fit(model, x, y, directory=tmp_path / "run", callbacks=[TrainsOn()], verbose=0)
+    with contextlib.closing(dp.ReleaseLog(tmp_path / "run" / "releases.log", steps=5)) as log:
+        assert log.num_releases == 5 == model.optimizer.ledger.num_releases
 
 
 @pytest.mark.slow_on(2)

@@ -242,18 +242,21 @@ class ReleaseLog(PrivateCallback):
         )
 
     def admit(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Writes down what was released without being announced, whenever that happened.
+        """Writes down what was released without being announced, as after the end of `fit`.
 
         Args:
-          optimizer: the optimizer of the run, whose ledger holds all releases of the log.
+          optimizer: the optimizer of the run. If its ledger lacks releases of the log, it has not
+            got as far as to make others, and nothing is written.
 
         Raises:
           TypeError: if it has no ledger.
         """
         _require_ledger(optimizer)
         ledger = optimizer.ledger
-        if not ledger.extends(self._file.segments, ledger.segments):
-            self._file.write(ledger.segments, ledger.fewest_units)
+        segments = ledger.segments
+        known = ledger.extends(self._file.segments, segments)
+        if not known and ledger.extends(segments, self._released):
+            self._file.write(segments, ledger.fewest_units)
 
     def announce(self, optimizer: tf.keras.optimizers.Optimizer, num_releases: int = 1) -> None:
         """Writes down releases that are about to happen. Custom training loops must call it.
