@@ -68,7 +68,8 @@ def test_the_table_shows_noise_rate_mean_and_spread():
     )
     assert 'tuned, noise="best" | 8 | 1.200 | 0.75 | 1 | 0.8600 ± 0.0100 | 3 |' in lines[3]
     assert 'ADADP, noise="best" | 8 | 1.200 | 0.75 | its own | 0.8000 ± 0.0000 | 3 |' in lines[5]
-    (axis,) = run.plot([part], trials, run.TITLES).axes
+    raw = [p for p in run.parts("small") if "inputs" in p.common]
+    (axis,) = run.plot([part, *raw], trials, run.TITLES).axes
     assert len(axis.lines) == 2 * 2 + 2
 
 
@@ -84,15 +85,25 @@ def test_the_stored_trials_are_those_of_the_plan():
     assert results.trials and not results.missing(run.EXPERIMENT.plan("small", results.trials))
     for trial in results.trials:
         assert 0 < trial.result["epsilon"][-1] <= trial.settings["epsilon"]
-    assert run.EXPERIMENT.table(results.trials).count('noise="best"') == 2 * len(run.parts("small"))
+    methods = [method for part in run.parts("small") for method in part.candidates]
+    shown = run.EXPERIMENT.table(results.trials)
+    assert shown.count('noise="best"') == sum(method.endswith("best") for method in methods)
+
+
+def test_raw_units_are_those_of_the_files():
+    x, _ = run.load_raw("digits")["train"]
+    assert x.max() == 16
 
 
 @pytest.mark.slow
 def test_the_experiment_runs(tmp_path):
     out, trials = run_experiment("correlated_noise", tmp_path, "--jobs", 1)
-    assert len(trials) == 2 * (2 + 1) + 2 and "ADADP, independent noise | 1 |" in out
+    assert len(trials) == 2 * (2 + 1) + 2 + 2
+    for noise in ("ADADP, independent noise | 1 |", "normalized, independent noise | 1 |"):
+        assert noise in out
     for trial in trials:
         assert 7.9 < trial["result"]["epsilon"][-1] <= 8.0 and trial["result"]["accuracy"][-1] > 0.5
     noises = {t["settings"]["method"]: t["result"]["noise"] for t in trials}
     assert noises["independent"] is None and noises["best"]["bands"] >= 2
     assert noises["adadp_independent"] is None and noises["adadp_best"] == noises["best"]
+    assert noises["normalized_independent"] is None and noises["normalized_best"]["bands"] >= 2

@@ -6,10 +6,12 @@ batch size, number of steps and ε.
 
 - mnist: 784-64-10, standardized pixels, 5 epochs of batches of 200, and 10 of batches of 1,000
 - cifar10: features of frozen convolutions, then 1600-32-10, 5 epochs of batches of 200
+- digits, adult and reviews of `untuned`, in raw units, which the plan normalizes: ADADP only
 
 DP-SGD has the same rates to choose from with both. They are judged on a part of the training set
 that no run trains on. Only the best one meets the test data, once at the end of each of three runs.
-For ADADP nothing is chosen.
+For ADADP nothing is chosen. On data in raw units both kinds of noise leave the same share of ε to
+the statistics of the inputs.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one example that it
 trains on (RDP accountant). Batches are drawn by Poisson sampling, from groups in turn if the noise
@@ -17,7 +19,7 @@ is correlated. ε does not include the choice of the rate on the held-out part.
 
     python examples/experiments/correlated_noise/run.py --scale small
 
-The environment's TFDS_DATA_DIR says where the data are; the smoke scale needs none.
+The environment's TFDS_DATA_DIR and ADULT_CSV say where the data are; the smoke scale needs none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ import tensorflow as tf
 import tf_adaptive_dp
 from examples.experiments.lib import grids, harness, report
 from examples.experiments.lib.datasets import images
-from tf_adaptive_dp.accounting import IndependentNoise, NoiseStrategy
+from examples.experiments.untuned import run as untuned
+from tf_adaptive_dp.accounting import IndependentNoise
 from tf_adaptive_dp.accounting.noise_strategies import get_strategy, prefix_error, serialize
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -45,7 +48,11 @@ TITLES = {
     "best": 'DP-SGD, tuned, noise="best"',
     "adadp_independent": "ADADP, independent noise",
     "adadp_best": 'ADADP, noise="best"',
+    "normalized_independent": "ADADP, inputs normalized, independent noise",
+    "normalized_best": 'ADADP, inputs normalized, noise="best"',
 }
+AS_THEY_ARE = ("independent", "best", "adadp_independent", "adadp_best")
+NORMALIZED = ("normalized_independent", "normalized_best")
 # Of DP-SGD, the same for both kinds of noise. Larger batches take larger rates.
 RATES = {
     ("digits", 32): (0.3, 1.0),
@@ -53,6 +60,8 @@ RATES = {
     ("mnist", 1000): (0.3, 1.0, 3.0, 10.0, 30.0),
     ("cifar10", 200): (0.1, 0.3, 1.0, 3.0),
 }
+# Problems of `untuned`, in the units of their files.
+RAW = {"digits": "0 to 16", "adult": "raw numbers", "reviews": "counts"}
 DELTA = 1e-5
 
 
@@ -61,32 +70,33 @@ class Problem:
     """A data set and its model.
 
     Attributes:
-      hidden_units: of the one hidden layer; 0 for none.
+      hidden_units: of each hidden layer.
       held_out: how many of the training examples judge the rates, in place of training.
     """
 
-    hidden_units: int
+    hidden_units: tuple[int, ...]
     held_out: int
 
 
 PROBLEMS = {
-    "digits": Problem(0, 300),
-    "mnist": Problem(64, 10_000),
-    "cifar10": Problem(32, 10_000),
+    "digits": Problem((), 300),
+    "mnist": Problem((64,), 10_000),
+    "cifar10": Problem((32,), 10_000),
 }
 
 
 def parts(scale: str) -> list[grids.Part]:
     """What is compared at a scale; "paper" has more seeds, since there is no paper."""
     if scale == "smoke":
-        return [_part("digits", 32, 8.0, scale, epochs=2, seeds=1)]
+        return [_part("digits", 32, 8.0, scale, epochs=2, seeds=1), _raw_part("digits", 8.0, scale)]
     cells = [("mnist", 200, 5), ("cifar10", 200, 5), ("mnist", 1000, 10)]
     seeds = 3 if scale == "small" else 10
-    return [
+    made = [
         _part(name, batch_size, epsilon, scale, epochs, seeds)
         for name, batch_size, epochs in cells
         for epsilon in (3.0, 8.0)
     ]
+    return made + [_raw_part(name, epsilon, scale) for name in RAW for epsilon in (3.0, 8.0)]
 
 
 def _part(
@@ -104,11 +114,27 @@ def _part(
     rates = [{"learning_rate": rate} for rate in RATES[name, batch_size]]
     return grids.Part(
         common,
-        {method: [{}] if method.startswith("adadp") else rates for method in TITLES},
+        {method: [{}] if method.startswith("adadp") else rates for method in AS_THEY_ARE},
         "accuracy",
         seeds=seeds,
         tuning={"judged_on": "held_out"},
     )
+
+
+def _raw_part(name: str, epsilon: float, scale: str) -> grids.Part:
+    problem, inputs = untuned.PROBLEMS[name], RAW[name]
+    common = {
+        "part": f"{name}, {inputs}, ε = {epsilon:g}",
+        "scale": scale,
+        "data": name,
+        "inputs": inputs,
+        "batch_size": problem.batch_size,
+        "epochs": 2 if scale == "smoke" else problem.epochs,
+        "epsilon": epsilon,
+        "judged_on": "test",
+    }
+    seeds = 1 if scale == "smoke" else problem.seeds
+    return grids.Part(common, {method: [{}] for method in NORMALIZED}, "accuracy", seeds=seeds)
 
 
 @functools.lru_cache(maxsize=2)
@@ -128,21 +154,19 @@ def load(name: str, data_dir: str | None) -> dict[str, Arrays]:
     }
 
 
-@functools.cache
-def _noise(
-    method: str, epsilon: float, num_examples: int, batch_size: int, epochs: int
-) -> tuple[NoiseStrategy, float]:
-    """The strategy of a method and its σ, found once for all rates and seeds."""
-    plan = tf_adaptive_dp.PrivacyPlan(
-        epsilon,
-        delta=DELTA,
-        num_examples=num_examples,
-        batch_size=batch_size,
-        epochs=epochs,
-        noise="best" if method.endswith("best") else None,
-        accountant="rdp",
-    )
-    return plan.noise, plan.noise_multiplier
+@functools.lru_cache(maxsize=1)
+def load_raw(name: str) -> dict[str, Arrays]:
+    """The arrays of a problem of `untuned` in the units of `RAW`: "train" and "test"."""
+    layers = untuned.layers_of(name, RAW[name], 1.0)
+
+    def in_units(x: np.ndarray, y: np.ndarray) -> Arrays:
+        if not layers:
+            return x, y
+        model = tf.keras.Sequential([tf.keras.Input([x.shape[1]]), *layers])
+        return model.predict(x, batch_size=1000, verbose=0), y
+
+    train, test = untuned.load(name)
+    return {"train": in_units(*train), "test": in_units(*test)}
 
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
@@ -150,8 +174,9 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
 
     Args:
       settings: "method", "data", "batch_size", "epochs", "epsilon", "judged_on", "learning_rate" of
-        DP-SGD, and "seed", which determines the initial weights; noise and batches never repeat.
-      data_dir: tensorflow-datasets' folder.
+        DP-SGD, "inputs" if they are in raw units, and "seed", which determines the initial weights;
+        noise and batches never repeat.
+      data_dir: tensorflow-datasets' folder; data in raw units are those of the environment.
 
     Returns:
       Of the end of the run, each a list with one entry: "epochs", "epsilon", "accuracy". Also
@@ -159,35 +184,36 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
       relative to a noise multiplier of 1 with independent noise; and "seconds".
     """
     start = time.perf_counter()
-    data = load(settings["data"], data_dir)
+    method, name, raw = settings["method"], settings["data"], "inputs" in settings
+    data = load_raw(name) if raw else load(name, data_dir)
     x, y = data["train"]
-    of_run = len(x), settings["batch_size"], settings["epochs"]
-    noise, noise_multiplier = _noise(settings["method"], settings["epsilon"], *of_run)
     plan = tf_adaptive_dp.PrivacyPlan(
+        settings["epsilon"],
         delta=DELTA,
         num_examples=len(x),
         batch_size=settings["batch_size"],
         epochs=settings["epochs"],
-        noise_multiplier=noise_multiplier,
-        noise=noise,
+        noise="best" if method.endswith("best") else None,
+        normalize_inputs=raw,
         accountant="rdp",
     )
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(settings["seed"])
-    units = PROBLEMS[settings["data"]].hidden_units
+    problem = untuned.PROBLEMS[name] if raw else PROBLEMS[name]
     model = tf.keras.Sequential(
         [
             tf.keras.Input([x.shape[1]]),
-            *([tf.keras.layers.Dense(units, activation="relu")] if units else []),
-            tf.keras.layers.Dense(10),
+            *([plan.normalization(x)] if raw else []),
+            *(tf.keras.layers.Dense(units, activation="relu") for units in problem.hidden_units),
+            tf.keras.layers.Dense(int(y.max()) + 1),
         ]
     )
     arguments: dict[str, Any] = {"l2_norm_clip": 1.0}
     if "learning_rate" in settings:
         arguments["learning_rate"] = settings["learning_rate"]
-    uses_adadp = settings["method"].startswith("adadp")
+    tuned = method in ("independent", "best")
     model.compile(
-        plan.optimizer(tf_adaptive_dp.ADADP if uses_adadp else tf_adaptive_dp.DPSGD, **arguments),
+        plan.optimizer(tf_adaptive_dp.DPSGD if tuned else tf_adaptive_dp.ADADP, **arguments),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
         metrics=["accuracy"],
     )
@@ -200,9 +226,11 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
         "epochs": [settings["epochs"]],
         "epsilon": [round(history["epsilon"][-1], 4)],
         "accuracy": [round(judged["accuracy"], 5)],
-        "noise_multiplier": noise_multiplier,
-        "noise": serialize(noise),
-        "error": round(noise_multiplier * prefix_error(noise, plan.steps) / independent, 4),
+        "noise_multiplier": plan.noise_multiplier,
+        "noise": serialize(plan.noise),
+        "error": round(
+            plan.noise_multiplier * prefix_error(plan.noise, plan.steps) / independent, 4
+        ),
         "seconds": round(time.perf_counter() - start, 1),
     }
 
@@ -220,7 +248,8 @@ def table(
                 continue
             result = runs[0].result
             values = [grids.final(run, "accuracy") for run in runs]
-            relative = result["error"] / finals["independent"][0].result["error"]
+            (alone, *_) = (runs[0] for m, runs in finals.items() if m.endswith("independent"))
+            relative = result["error"] / alone.result["error"]
             rows.append(
                 [
                     part.common["part"],
@@ -243,11 +272,13 @@ def plot(
     """Accuracy on the held-out part by rate, and on the test data; a line for ADADP's own rates."""
     import matplotlib.pyplot as plt
 
+    made = [part for part in made if "independent" in part.candidates]
     columns = min(2, len(made))
     rows = -(-len(made) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False)
     for axis, part in zip(axes.flat, made):
-        for number, (method, title) in enumerate(titles.items()):
+        for number, method in enumerate(part.candidates):
+            title = titles[method]
             chosen = [
                 trial
                 for trial in trials
