@@ -576,7 +576,7 @@ def test_a_release_that_the_ledger_does_not_count_is_noticed_without_a_plan():
     plan = planned(normalize_inputs=False, noise_multiplier=2.0)
     inner = keras.Sequential([keras.Input([6]), layer], name="inner")
     model = model_of_layers(plan, [inner])
-    numbers = {"delta": 1e-3, "num_examples": len(x), "full_passes": False}
+    numbers = {"delta": 1e-3, "num_examples": len(x), "full_passes": False, "accountant": "rdp"}
     budget, monitor = dp.PrivacyBudget(epsilon=50.0, **numbers), dp.PrivacyMonitor(**numbers)
     before = [v.numpy() for v in model.trainable_variables]
     for callback in (budget, monitor):
