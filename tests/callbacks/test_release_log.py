@@ -331,6 +331,25 @@ def test_the_log_of_another_run_is_refused_and_nothing_changed(tmp_path, logged,
         assert model.optimizer.ledger.segments == ledger and log.segments == logged
 
 
+def test_what_was_released_unannounced_is_admitted_for_the_optimizer_of_the_log_alone(tmp_path):
+    def private():
+        return dp.DPSGD(1.0, 1.0, learning_rate=0.1, expected_batch_size=8)
+
+    own, other, log = private(), private(), dp.ReleaseLog(tmp_path / "log")
+    for _ in range(3):  # more than the log says, with the same noise and batches
+        release(other)
+    log.announce(own)
+    log.admit(other)
+    assert log.num_releases == 1
+    for _ in range(2):
+        release(own)
+    log.admit(own)
+    assert log.segments == [(1.0, 8.0, 2)]
+    log.announce(own, 4)  # whose releases may be lost
+    log.admit(own)
+    assert log.num_releases == 6
+
+
 def test_a_new_log_adopts_a_model_if_it_is_told_to(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
     catalogue.fit(model, 1)

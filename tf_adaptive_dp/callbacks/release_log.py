@@ -154,6 +154,10 @@ class ReleaseLog(PrivateCallback):
     def _note_run_of(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         _LOGS_OF.setdefault(optimizer, set()).add(self._file.identity)
 
+    def _is_log_of(self, optimizer: tf.keras.optimizers.Optimizer) -> bool:
+        """Whether an optimizer announced releases in this log, or was adopted, in this process."""
+        return self._file.identity in _LOGS_OF.get(optimizer, ())
+
     def require_run_of(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Raises if an optimizer has released gradients that are not of this run.
 
@@ -175,7 +179,7 @@ class ReleaseLog(PrivateCallback):
 
     def _require_not_trained_elsewhere(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Raises if this process trained something else with an optimizer; counts may agree."""
-        if self._file.identity in _LOGS_OF.get(optimizer, ()) or not self.num_releases:
+        if self._is_log_of(optimizer) or not self.num_releases:
             return
         recorded = optimizer.ledger.num_recorded_here
         if recorded:
@@ -245,8 +249,8 @@ class ReleaseLog(PrivateCallback):
         """Writes down what was released without being announced, as after the end of `fit`.
 
         Args:
-          optimizer: the optimizer of the run. If its ledger lacks releases of the log, it has not
-            got as far as to make others, and nothing is written.
+          optimizer: an optimizer. Nothing is written if it has made no step of this run in this
+            process, or if its ledger lacks releases of the log.
 
         Raises:
           TypeError: if it has no ledger.
@@ -255,7 +259,8 @@ class ReleaseLog(PrivateCallback):
         ledger = optimizer.ledger
         segments = ledger.segments
         known = ledger.extends(self._file.segments, segments)
-        if not known and ledger.extends(segments, self._released):
+        own = self._is_log_of(optimizer) and ledger.extends(segments, self._released)
+        if own and not known:
             self._file.write(segments, ledger.fewest_units)
 
     def announce(self, optimizer: tf.keras.optimizers.Optimizer, num_releases: int = 1) -> None:
