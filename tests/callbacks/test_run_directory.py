@@ -287,6 +287,13 @@ def test_another_kind_of_optimizer_is_refused_before_the_model_is_built(tmp_path
     assert run(dp.DPAdamWOSM, inputs=[keras.Input([2])]) == 4
 
 
+def compiled_for(plan):
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+    return model
+
+
 class StopsAfter(keras.callbacks.Callback):
     """Stops training after so many releases, wherever that is in an epoch."""
 
@@ -312,9 +319,7 @@ def test_a_run_that_was_stopped_within_epochs_makes_all_its_steps(tmp_path):
     runs = [([StopsAfter(1)], 1, [0]), ([StopsAfter(2), Fails()], 2, None)]
     runs += [([StopsAfter(5)], 5, [0]), ([], 8, [0, 1]), ([], 8, [0, 1])]
     for callbacks, released, epochs in runs:
-        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+        model = compiled_for(plan)
         kwargs = {"directory": tmp_path / "run", "verbose": 0, "callbacks": callbacks}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several models
@@ -338,9 +343,7 @@ def test_what_a_callback_releases_after_the_end_of_a_run_is_written_down(tmp_pat
         def on_train_end(self, logs=None):
             self.model.train_on_batch(x[:4], y[:4], np.ones(4))
 
-    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+    model = compiled_for(plan)
     with pytest.raises(ValueError, match="trained outside the plan"):
         plan.fit(model, x, y, directory=tmp_path / "run", callbacks=[TrainsOn()], verbose=0)
     with contextlib.closing(dp.ReleaseLog(tmp_path / "run" / "releases.log", steps=5)) as log:
@@ -353,9 +356,7 @@ def test_what_was_trained_elsewhere_is_not_replaced_by_the_run_of_a_directory(tm
     plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=4, epochs=2)
 
     def trained(directory, releases):
-        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+        model = compiled_for(plan)
         fit(model, directory, StopsAfter(releases))
         return model
 
