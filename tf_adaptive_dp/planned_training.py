@@ -415,6 +415,7 @@ class PlannedTraining:
         _require_private(optimizer)
         check_unit(self._plan.sampling, optimizer)
         self._check_next_release(optimizer)
+        self._check_steps(optimizer)
         if optimizer.noise != self._plan.noise:
             raise ValueError(
                 "The optimizer must have the noise strategy of the plan: create it with "
@@ -424,23 +425,10 @@ class PlannedTraining:
         self._check_events(optimizer)
 
     def _check_next_release(self, optimizer: Any) -> None:
-        """Raises unless the next release has the noise and the batch size of the plan.
-
-        And unless the plan has as many steps as there were.
-        """
+        """Raises unless the next release has the noise and the batch size of the plan."""
         wanted = (self._plan.noise_multiplier, self._plan.expected_batch_size)
         noise_multiplier, size = optimizer.next_release()
         if noise_multiplier == wanted[0] and size is not None and math.isclose(size, wanted[1]):
-            released, steps = optimizer.ledger.num_releases, self._plan.steps
-            if released > steps:
-                raise BudgetExceededError(
-                    "The plan must cover the steps that the optimizer has made: `epochs` counts "
-                    "the earlier ones, too. To train longer, make the plan with "
-                    f"`noise_multiplier={noise_multiplier!r}` in place of `epsilon`, and "
-                    f"`epochs` above {released // self._plan.steps_per_epoch}. If this is a new "
-                    "model, compile it with a new optimizer, `plan.optimizer(...)`. Received: "
-                    f"{released} releases, and a plan of {steps} steps"
-                )
             return
         longer = ""
         if optimizer.ledger.num_releases:
@@ -461,6 +449,19 @@ class PlannedTraining:
             f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead of "
             f"{wanted[0]!r} and {wanted[1]!r}"
         )
+
+    def _check_steps(self, optimizer: Any) -> None:
+        """Raises unless the plan has as many steps as the optimizer has made."""
+        released, steps = optimizer.ledger.num_releases, self._plan.steps
+        if released > steps:
+            raise BudgetExceededError(
+                "The plan must cover the steps that the optimizer has made: `epochs` counts "
+                "the earlier ones, too. To train longer, make the plan with "
+                f"`noise_multiplier={self._plan.noise_multiplier!r}` in place of `epsilon`, and "
+                f"`epochs` above {released // self._plan.steps_per_epoch}. If this is a new "
+                "model, compile it with a new optimizer, `plan.optimizer(...)`. Received: "
+                f"{released} releases, and a plan of {steps} steps"
+            )
 
     def _check_events(self, optimizer: Any) -> None:
         """Raises unless the optimizer's ledger has the events that the plan's budget pays for."""

@@ -180,9 +180,10 @@ def _recurrence(strategy: NoiseStrategy) -> _Recurrence:
 
 
 class _Secret:
-    """The key, the number of the next release, and what noise is taken back from, all unsaved.
+    """What is known of the noise and its batches, all of it unsaved.
 
-    And the groups of the batches, which are those of this process's first batch.
+    These are the key, the number of the next release, the noise that is taken back, and the groups
+    of examples that this process's first batch came from.
 
     The noises w_{t-1}, ..., w_{t-b+1}, or those of the nodes of a tree, are as secret as the key:
     with one of them, anybody can remove the noise from a released gradient. They are in variables
