@@ -140,7 +140,7 @@ class PrivacyPlan:
         round(number of users / `batch_size`); with `TreeNoise`, floor(`num_examples` /
         `batch_size`).
       noise_multiplier: σ. The plan's `epsilon` is then what the run will spend.
-      accountant: `"pld"`, the tighter one, which may compute for ten seconds or more, or `"rdp"`,
+      accountant: `"pld"`, the tighter one, which computes for some seconds, or `"rdp"`,
         the faster one.
       other_events: what else about these examples the budget pays for, such as the release from
         which side information was computed.

@@ -77,6 +77,50 @@ def test_the_search_begins_between_too_little_and_enough_noise(guess):
     assert low < 1.0 <= high == 2 * low
 
 
+@pytest.mark.parametrize("budget", [0.1, 1.0, 8.0])
+@pytest.mark.parametrize(
+    ("resembling", "most_calls"),
+    [
+        (lambda spent, sigma: 1.07 * spent, 3),
+        (lambda spent, sigma: 1.2 * sigma**-0.3 * spent, 3),
+        (lambda spent, sigma: 3 * spent + 0.01 * math.sin(40 * sigma), None),
+        (lambda spent, sigma: spent if sigma < 0.5 else 0.0, None),
+        (lambda spent, sigma: 1e-9 * spent, None),
+        (lambda spent, sigma: math.inf, None),
+    ],
+    ids=["proportional", "drifting", "uneven", "then nothing", "far too small", "never enough"],
+)
+def test_a_resemblance_saves_evaluations_and_costs_no_accuracy(resembling, most_calls, budget):
+    evaluated = []
+
+    def spent(sigma):
+        return (1 + 0.5 / sigma) / sigma
+
+    def counted(sigma):
+        evaluated.append(sigma)
+        return spent(sigma)
+
+    found = calibration.least_noise(
+        counted, budget, 1e-3, resembling=lambda sigma: resembling(spent(sigma), sigma)
+    )
+    assert spent(found) <= budget < spent(found / 1.001)
+    assert found in evaluated
+    assert most_calls is None or len(evaluated) <= most_calls
+
+
+@pytest.mark.parametrize("budget", [(1.0, DELTA, 0.02, 200), (3.0, 1e-6, 1.0, 50)])
+def test_pld_is_computed_three_times_at_most(budget, monkeypatch):
+    evaluated = []
+
+    def counted(noise_multiplier, *args):
+        evaluated.append(args[-1])
+        return epsilon(noise_multiplier, *args)
+
+    monkeypatch.setattr(calibration.composition, "epsilon", counted)
+    noise_multiplier_for(*budget, accountant="pld")
+    assert 1 <= evaluated.count("pld") <= 3
+
+
 def test_pld_needs_less_noise():
     by_rdp = noise_multiplier_for(2.0, DELTA, 0.01, 10_000)
     assert noise_multiplier_for(2.0, DELTA, 0.01, 10_000, accountant="pld") < 0.97 * by_rdp

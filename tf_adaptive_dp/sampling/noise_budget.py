@@ -119,11 +119,15 @@ class NoiseBudget:
         Raises:
           ValueError: if no noise meets the budget.
         """
-        found = self._least_by_rdp(epsilon, sampling, noise)
-        if found is not None and self.accountant != "rdp":
-            # PLD is tighter by less than a tenth, and slow: few evaluations from there.
-            spent = functools.partial(self.epsilon, sampling, noise)
-            found = calibration.least_noise(spent, epsilon, 1e-3, guess=found, factor=1.1)
+        spent = functools.partial(self.epsilon, sampling, noise)
+        by_rdp = functools.partial(spent, accountant="rdp")
+        found = calibration.least_noise(
+            spent,
+            epsilon,
+            1e-3,
+            guess=self._guess(epsilon, sampling, noise),
+            resembling=None if self.accountant == "rdp" else by_rdp,
+        )
         if found is None:
             raise ValueError(
                 "No noise multiplier meets the budget. Allow more `epsilon` or `delta`, or plan "
@@ -145,20 +149,23 @@ class NoiseBudget:
           Independent noise, or a `BandedNoise` of 2 to 32 bands.
         """
         best: NoiseStrategy = IndependentNoise()
-        least, guess = math.inf, None
+        least, guess, factor = math.inf, None, 2.0
         for bands in _BANDS:
             if bands * batch_size > self.num_units:
                 break
             noise: NoiseStrategy = best if bands == 1 else BandedNoise(bands)
             sampling = self.sampling(batch_size, epochs, noise)
+            spent = functools.partial(self.epsilon, sampling, noise, accountant="rdp")
+            if guess is None:
+                guess = self._guess(epsilon, sampling, noise)
             # 1% is enough to compare, and more bands need little more noise: few evaluations.
-            found = self._least_by_rdp(epsilon, sampling, noise, 1e-2, guess)
+            found = calibration.least_noise(spent, epsilon, 1e-2, guess=guess, factor=factor)
             if found is None:
                 break
             error = found * prefix_error(noise, sampling.steps)
             if error >= least:  # from here on, amplification fades faster than the sums gain
                 break
-            best, least, guess = noise, error, 1.2 * found
+            best, least, guess, factor = noise, error, 1.2 * found, 1.3
         return best
 
     def describe_noise(self, sampling: SamplingOfPlan, noise: NoiseStrategy) -> list[str]:
@@ -175,18 +182,7 @@ class NoiseBudget:
             compared = "at the same epsilon and order"
         return [f"cumulative noise: {left:.2f} times that of independent noise {compared}"]
 
-    def _least_by_rdp(
-        self,
-        epsilon: float,
-        sampling: SamplingOfPlan,
-        noise: NoiseStrategy,
-        tolerance: float = 1e-3,
-        guess: float | None = None,
-    ) -> float | None:
-        factor = 2.0 if guess is None else 1.3
-        if guess is None:
-            # All steps together are about one Gaussian mechanism of this sensitivity, or exactly.
-            moved = sampling.equivalent_sensitivity(noise, self.num_units)
-            guess = moved * math.sqrt(-2 * math.log(self.delta)) / epsilon
-        spent = functools.partial(self.epsilon, sampling, noise, accountant="rdp")
-        return calibration.least_noise(spent, epsilon, tolerance, guess=guess, factor=factor)
+    def _guess(self, epsilon: float, sampling: SamplingOfPlan, noise: NoiseStrategy) -> float:
+        """The noise multiplier if all steps were one Gaussian mechanism, which they are nearly."""
+        moved = sampling.equivalent_sensitivity(noise, self.num_units)
+        return moved * math.sqrt(-2 * math.log(self.delta)) / epsilon

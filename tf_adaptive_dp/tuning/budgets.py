@@ -104,20 +104,17 @@ def _least_noise(
             f"Received: make_trial={make_trial!r}"
         )
 
-    def spent(noise_multiplier: float) -> float:
+    def spent(noise_multiplier: float, accounting: Accounting = accounting) -> float:
         # This also bounds the search from below if trials cost nothing.
         if noise_multiplier < accountants.MIN_NOISE_MULTIPLIER:
             return math.inf
         trial = checked_event("make_trial(noise_multiplier)", make_trial(noise_multiplier))
         return strategy.epsilon(trial, delta, accounting=accounting)
 
-    if accounting.uses_pld:
-        # Enough noise by RDP is enough by PLD, and PLD is slowest where the noise is small.
-        by_rdp = accounting.by_rdp()
-        enough = _least_noise(strategy, make_trial, epsilon, delta, by_rdp, tolerance)
-        if enough is not None:
-            return calibration.least_noise(spent, epsilon, tolerance, guess=enough, factor=1.25)
-    return calibration.least_noise(spent, epsilon, tolerance)
+    by_rdp = functools.partial(spent, accounting=accounting.by_rdp())
+    return calibration.least_noise(
+        spent, epsilon, tolerance, resembling=by_rdp if accounting.uses_pld else None
+    )
 
 
 def num_trials_for_budget(
