@@ -812,6 +812,7 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("y", "loss"),
     [
@@ -1381,6 +1382,7 @@ def test_a_budget_that_cannot_be_spent_is_described():
     assert "of it" not in for_epsilon_2().describe()
 
 
+@pytest.mark.slow_on(2)
 def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
     num_examples = 2_400  # which makes 300 steps of 2 epochs in batches of 16
     plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=num_examples)
@@ -1396,6 +1398,7 @@ def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
     assert by_size == [16, 8, 4]
 
 
+@pytest.mark.slow_on(2)
 def test_too_few_steps_are_not_recommended_however_little_noise_they_have():
     plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=1_200)
     offers = plan.recommend(batch_sizes=[4, 8, 16, 300], epochs=[2])

@@ -350,6 +350,7 @@ def test_refuses(change, error, message):
             )
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kind", [FixedSizeSampling, FixedOrder])
 def test_a_sampling_that_drew_nothing_proves_nothing(kind):
     """ε was called proven for any batches of the right size, such as those of `fit(x, y)`."""

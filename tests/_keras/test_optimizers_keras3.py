@@ -95,6 +95,7 @@ def assert_same_weights(actual, expected, rtol=1e-5, atol=1e-6):
 # ----- exact
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fit_with_an_ordinary_loss_is_exact_against_batches_of_one(name):
     model, by_hand = (compiled(make(name, expected_batch_size=8)) for _ in range(2))

@@ -246,6 +246,7 @@ def test_a_model_on_a_frozen_base_that_was_trained_privately_is_told(kind):
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
 
 
+@pytest.mark.slow_on(2)
 def test_weights_that_were_validated_amid_their_training_remember_all_releases():
     model = compiled(catalogue.mlp())
     catalogue.fit(model)
@@ -489,6 +490,7 @@ class _Ledger:
         self.segments = segments
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("by", ["nothing", "restore", "config"])
 def test_a_search_that_chose_the_weights_is_told_unless_it_was_taken_over(by):
     weights, old, new = variables(), optimizer(), optimizer()
@@ -504,6 +506,7 @@ def test_a_search_that_chose_the_weights_is_told_unless_it_was_taken_over(by):
         train(new, weights)
 
 
+@pytest.mark.slow_on(2)
 def test_an_optimizer_that_goes_on_hears_once_of_what_another_released_meanwhile():
     weights, first, second = variables(2), optimizer(), optimizer()
     train(first, weights, 3)

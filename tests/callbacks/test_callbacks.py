@@ -187,6 +187,7 @@ SHUFFLES = {
 }
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_data_that_are_not_shuffled_are_not_said_to_be(recwarn, shuffle):
     tf.keras.utils.set_random_seed(1)
@@ -218,6 +219,7 @@ def counted(kind, num_examples):
     return kind(num_examples=num_examples, delta=DELTA, full_passes=False, **budget)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 def test_data_that_grew_are_refused(kind):
     model, _ = train(callbacks=[counted(kind, N)], epochs=1, expected_batch_size=8.0)
@@ -263,6 +265,7 @@ def test_a_refused_call_and_a_question_note_no_number():
     assert budget.releases_left() and ledger.fewest_units == N // 2  # in a loop of one's own
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 def test_a_number_is_kept_although_an_earlier_state_is_loaded(kind):
     class Loads(tf.keras.callbacks.Callback):
@@ -293,6 +296,8 @@ def test_an_epoch_without_releases_and_one_of_other_batches_are_no_contradiction
     check.end_epoch(optimizer, was_stopped=False)
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 @pytest.mark.parametrize("length_is_known", [True, False])
 def test_a_later_fit_is_compared_with_the_number_of_examples(kind, length_is_known):

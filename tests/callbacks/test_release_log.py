@@ -213,6 +213,8 @@ def test_a_warning_says_how_many_releases_were_lost(tmp_path):
     assert optimizer.ledger.checks == [BatchChecks(5, 2, 1)]  # repetitions stay known
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("last", [0, 2])
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 def test_a_run_without_a_checkpoint_keeps_the_number_of_its_examples(tmp_path, kind, last):

@@ -188,6 +188,7 @@ def test_callbacks_that_would_overwrite_an_adapted_rate_are_refused(name, callba
     assert not optimizer.ledger.num_releases
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", ["ADADP euler", "UntunedSGD"])
 @pytest.mark.parametrize(
     "callback",

@@ -37,6 +37,7 @@ def train(
     return np.linalg.norm(w.numpy()), optimizer
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("gradients", ["auto", "materialized"])
 @pytest.mark.parametrize("spread", FIXED_ROWS.values(), ids=FIXED_ROWS)
 def test_one_example_that_is_repeated_is_not_released(spread, gradients):

@@ -49,6 +49,7 @@ def errors_of(optimizer, pairs, start=0.0, gradients=(0.0, 0.0)):
     return found
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("start, relative", [(0.0, 1.0), (5.0, 0.2)])
 @each
 def test_the_error_of_noise_alone_is_that_of_sums(strategy, start, relative):
@@ -59,6 +60,7 @@ def test_the_error_of_noise_alone_is_that_of_sums(strategy, start, relative):
         assert error == pytest.approx(strategy.drift_deviation() * independent, rel=0.15)
 
 
+@pytest.mark.slow_on(2)
 @each
 def test_the_rate_is_that_of_independent_noise_with_as_much_of_it_in_sums(strategy):
     """And not that of 2/3 or 3/2 of this noise, to which the rate is in inverse proportion."""

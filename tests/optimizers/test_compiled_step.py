@@ -198,6 +198,7 @@ def batches_of(arrays):
     return examples.batch(8, drop_remainder=True)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", OVER_PASSES)
 def test_accumulated_batches_end_with_a_pass_wherever_epochs_end(name):

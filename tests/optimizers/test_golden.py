@@ -75,6 +75,7 @@ def test_adadp_follows_algorithm_2(keep, discard, tolerance):
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("tolerance", [0.02, 0.12, 10.0])
 def test_adadp_searches_until_it_has_met_the_tolerance_from_both_sides(tolerance):
     expected, rates = adadp_reference(0.4, tolerance, "half_steps", False, initial_factor=2.0)

@@ -26,6 +26,7 @@ def compiled(optimizer, **kwargs):
     return model
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "metrics", [{}, {"metrics": ["accuracy"]}, {"weighted_metrics": ["accuracy"]}]

@@ -90,6 +90,7 @@ def _loaded(made, folder):
     return tf.keras.models.load_model(folder / "model.keras")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("successor", [_copied, _loaded])
 def test_a_size_that_fit_found_is_none_that_was_declared_to_a_copy(successor, tmp_path):
     """Batches of 12 counted as Poisson batches of 8 then, since 12 may be such a draw."""
@@ -184,6 +185,7 @@ def test_batches_of_a_py_dataset_have_the_size_that_it_says(shuffle):
     assert made.optimizer.expected_batch_size == 8.0
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_py_dataset_that_says_no_size_is_refused_before_anything_is_released(kwargs, shuffle):

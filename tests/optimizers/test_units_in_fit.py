@@ -41,6 +41,7 @@ def test_raw_units_are_told_once(data, what):
     assert warned(**data).count(what) == 1
 
 
+@pytest.mark.slow_on(2)
 def test_data_in_order_and_data_that_cannot_be_seen_are_not_mentioned():
     scaled = tf.keras.Sequential(
         [tf.keras.Input([6]), tf.keras.layers.Rescaling(1 / 255), tf.keras.layers.Dense(1)]

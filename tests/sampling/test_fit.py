@@ -117,6 +117,7 @@ def test_on_replicas_batches_may_not_be_left_out_either(divided):
     assert not model.optimizer.ledger.num_releases
 
 
+@pytest.mark.slow_on(2)
 def test_batches_may_be_chosen_by_their_size_and_number_and_examples_by_anything():
     x, y = catalogue.data()
     single = tf.data.Dataset.from_tensor_slices((x, y))

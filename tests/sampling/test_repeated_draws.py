@@ -536,6 +536,7 @@ def _restored(optimizer, variable, folder):
     return new
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("successor", [_from_config, _restored])
 def test_an_optimizer_that_goes_on_knows_the_batches_of_the_one_before(successor, tmp_path):
     kept = list(dp.poisson_batches(data(), SAMPLING).take(4))

@@ -172,6 +172,7 @@ def of_all(x, y):
     return tf.data.Dataset.from_tensor_slices((x, y))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("part", "private"),
@@ -194,6 +195,7 @@ def test_training_on_the_arrays_of_the_public_data_warns(part, private):
         model.fit(**private(x, y), batch_size=None, callbacks=[information], verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_a_plan_warns_of_public_data_among_its_arrays():
     x, y = catalogue.data()
     budget = {"noise_multiplier": 1.0, "delta": 1e-3}

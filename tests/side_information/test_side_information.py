@@ -156,6 +156,7 @@ def test_bad_arguments_are_named(kwargs, error, match):
         )
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("gradients", ["traced", "materialized"])
 @pytest.mark.parametrize("shape", [[], [1, 1], [1, 1000]])
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])

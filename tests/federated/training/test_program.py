@@ -295,6 +295,7 @@ class FirstOnes(FixedSizeSampling):
         return np.arange(self.batch_size)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "sampler",
     [

@@ -45,6 +45,7 @@ def test_a_trial_says_that_epsilon_does_not_cover_the_search(tmp_path, monitored
     assert text.startswith("NOT THE WHOLE COST")
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("monitored", [False, True])
 def test_on_replicas_each_trial_says_so_too(tmp_path, monitored):

@@ -49,6 +49,8 @@ def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatc
     assert second.went_on == [True]  # where it was
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("content", [None, b""], ids=["gone", "empty"])
 @pytest.mark.parametrize("lost", ["journal", "releases"])
 def test_an_interrupted_search_that_lost_its_record_is_refused(
@@ -65,6 +67,7 @@ def test_an_interrupted_search_that_lost_its_record_is_refused(
             tuned.search(tuned.tuner(tmp_path))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
 def test_a_journal_that_is_older_than_the_trials_is_refused(tmp_path, monkeypatch, strategy):
     def interrupted(*results):
