@@ -46,7 +46,6 @@ def main() -> None:
         epsilon=args.epsilon,
         delta=1e-5,
         num_examples=len(x_train),
-        batch_size=128,
         epochs=args.epochs,
     )
     print(plan.describe())

@@ -21,7 +21,7 @@ from tests.helpers.label_counts import LabelCounts
 from tf_adaptive_dp._keras import tracebacks
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.variables import native
-from tf_adaptive_dp.accounting import Releases, epsilon
+from tf_adaptive_dp.accounting import BandedNoise, Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
@@ -73,6 +73,35 @@ def test_epsilon_of_a_noise_multiplier_is_that_of_the_accountant():
     assert planned().epsilon == pytest.approx(epsilon(1.0, 8 / N, 16, DELTA), rel=1e-6)
     assert planned(batch_size=7).steps_per_epoch == 9  # 9.14
     assert planned(batch_size=N).steps_per_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "epochs", "noise", "batch_size", "steps"),
+    [
+        (60_000, 20, None, 1_024, 1_180),
+        (60_000, 5, None, 428, 700),
+        (1_000, 20, None, 28, 720),
+        (10, 1, None, 1, 10),
+        (500, 40, BandedNoise(32), 15, 1_320),
+    ],
+)
+def test_the_usual_batches_are_large_and_leave_enough_steps(
+    num_examples, epochs, noise, batch_size, steps
+):
+    plan = planned(
+        num_examples=num_examples,
+        epochs=epochs,
+        batch_size=None,
+        noise=noise,
+        noise_multiplier=4.0,
+    )
+    assert (plan.batch_size, plan.steps) == (batch_size, steps)
+
+
+def test_the_usual_batches_of_users_are_counted_in_users():
+    ids = np.arange(600) // 6
+    plan = planned(num_examples=None, user_ids=ids, examples_per_user=2, epochs=21, batch_size=None)
+    assert (plan.batch_size, plan.steps) == (3, 693)
 
 
 def test_other_events_are_paid_for():
@@ -1384,7 +1413,7 @@ def test_a_budget_that_cannot_be_spent_is_described():
 
 @pytest.mark.slow_on(2)
 def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
-    num_examples = 2_400  # which makes 300 steps of 2 epochs in batches of 16
+    num_examples = 5_600  # which makes 700 steps of 2 epochs in batches of 16
     plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=num_examples)
     offers = plan.recommend(batch_sizes=[4, 8, 16], epochs=[2, 4])
     ratios = [np.sqrt(o.steps) * o.batch_size / o.noise_multiplier for o in offers]
@@ -1400,9 +1429,10 @@ def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
 
 @pytest.mark.slow_on(2)
 def test_too_few_steps_are_not_recommended_however_little_noise_they_have():
-    plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=1_200)
-    offers = plan.recommend(batch_sizes=[4, 8, 16, 300], epochs=[2])
-    assert [(o.batch_size, o.steps) for o in offers] == [(8, 300), (4, 600), (16, 150), (300, 8)]
+    plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=2_800)
+    offers = plan.recommend(batch_sizes=[4, 8, 16, 350], epochs=[2])
+    steps = [(o.batch_size, o.steps) for o in offers]
+    assert steps == [(8, 700), (4, 1_400), (16, 350), (350, 16)]
     assert offers[-1].signal_to_noise > offers[0].signal_to_noise
 
 

@@ -51,8 +51,10 @@ _NO_RULE = ("lossscaleoptimizer", "multioptimizer", "optimizer", "optimizermap")
 _FOR_NORMALIZATION, _MOST_FOR_NORMALIZATION = 0.2, 0.4
 _EXAMPLES_PER_NOISE = 1000
 # Runs of fewer steps learn less the fewer they have; from here on, little depends on the number
-# (`batch_and_epochs` in docs/results.md; anything from 100 to 1,000 would do).
-_ENOUGH_STEPS = 300
+# (`batch_and_epochs` in docs/results.md).
+_ENOUGH_STEPS = 700
+# Batches that nobody chose get no larger than this: memory is not ours to spend.
+_LARGEST_USUAL_BATCH = 1024
 # Arguments that the plan sets, so callers of `fit` must not.
 _SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 # Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
@@ -92,7 +94,7 @@ class PlanOffer(NamedTuple):
 class PrivacyPlan:
     """The privacy of one training run, from ε to the trained model.
 
-        plan = PrivacyPlan(epsilon=3.0, delta=1e-5, num_examples=len(x), batch_size=256, epochs=20)
+        plan = PrivacyPlan(epsilon=3.0, delta=1e-5, num_examples=len(x), epochs=20)
         model.compile(plan.optimizer(tf_adaptive_dp.ADADP), loss="sparse_categorical_crossentropy")
         plan.fit(model, x, y, validation_data=(x_test, y_test), directory="run")
         print(plan.statement())
@@ -104,8 +106,7 @@ class PrivacyPlan:
     With `user_ids` the plan protects people instead of examples:
 
         plan = PrivacyPlan(
-            epsilon=3.0, delta=1e-5, user_ids=authors, examples_per_user=8, batch_size=256,
-            epochs=20,
+            epsilon=3.0, delta=1e-5, user_ids=authors, examples_per_user=8, epochs=20
         )
 
     Private training works badly on inputs in raw units, such as pixels, counts or columns of a
@@ -135,7 +136,8 @@ class PrivacyPlan:
       num_examples: the number of examples in the training set, a public constant. With `user_ids`,
         whose length it is, it may be left out and is not public.
       batch_size: L, the expected number of examples (or users) in a batch. Poisson batches vary in
-        size.
+        size. By default the largest L, up to 1,024, that leaves the run about 700 steps: larger
+        batches leave less noise at the same ε, but a model needs some steps.
       epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps, or
         round(number of users / `batch_size`); with `TreeNoise`, floor(`num_examples` /
         `batch_size`).
@@ -195,7 +197,7 @@ class PrivacyPlan:
         *,
         delta: float,
         num_examples: int | None = None,
-        batch_size: int,
+        batch_size: int | None = None,
         epochs: int,
         noise_multiplier: float | None = None,
         accountant: str = "pld",
@@ -221,8 +223,10 @@ class PrivacyPlan:
         self.num_examples = checks.integer("num_examples", num_examples, 1)
         unit = EXAMPLE if self._users is None else USER
         warn_of_large_delta(self.delta, self._num_units, unit, stacklevel=2)
-        self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.epochs = checks.integer("epochs", epochs, 1)
+        if batch_size is None:
+            batch_size = self._usual_batch_size(noise)
+        self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.other_events = checked_events(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
@@ -266,6 +270,12 @@ class PrivacyPlan:
                 "Received: epsilon=None"
             )
         return self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
+
+    def _usual_batch_size(self, noise: NoiseStrategy | str | None) -> int:
+        """The batch size of a plan that was given none."""
+        bands = 1 if noise == "best" else noise_strategies.get_strategy(noise).bands
+        most = min(_LARGEST_USUAL_BATCH, self._num_units // (bands or 1))
+        return max(1, min(most, self._num_units * self.epochs // _ENOUGH_STEPS))
 
     def _epsilon_of_run(self) -> float:
         """The ε of all steps with the plan's noise, and of any normalization."""
@@ -680,7 +690,7 @@ class PrivacyPlan:
         T steps of norm C in one direction add up to T·C, and their noise to a standard deviation of
         √T·σ·C/L in each weight, or less with correlated noise: a ratio of √T·L/σ. The ratio favors
         large batches, which cost time. Offers with the best ratio come first, but those of fewer
-        than 300 steps come last, the fewest steps at the end, because a model needs some steps
+        than 700 steps come last, the fewest steps at the end, because a model needs some steps
         however little noise they have.
 
         Finding the noise for each pair takes seconds with `accountant="pld"`: for the fifteen pairs
