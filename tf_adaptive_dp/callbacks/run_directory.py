@@ -23,7 +23,6 @@ from tf_adaptive_dp.durable.key_file import KeyFile
 
 _SHAPES = "shapes_of_state"
 _HISTORY = "history_NOT_PRIVATE.json"
-_WITHOUT_HISTORY = "Delete it to go on without the figures of past epochs."
 # What a run writes after its log.
 _OF_RUN = ("plan.json", "optimizer.json", "normalization.json", "noise.key", "backup", _HISTORY)
 
@@ -48,9 +47,7 @@ class RunHistory(keras.callbacks.Callback):
     ):
         super().__init__()
         self._figures, self._path = figures, None if path is None else Path(path)
-        self.rows: list[dict[str, Any]] = []
-        if self._path is not None and self._path.exists():
-            self.rows = _read(self._path, _WITHOUT_HISTORY)
+        self.rows = [] if self._path is None else _rows_of_history(self._path)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Adds the epoch, or replaces it if it was trained again; called by Keras."""
@@ -85,6 +82,12 @@ def _read(path: Path, cure: str = "Put back an intact copy, or pass a new direct
             f"A file of the run in `directory` is damaged. {cure} Received: {str(path)!r}, of "
             f"{path.stat().st_size} bytes, which is not JSON"
         ) from error
+
+
+def _rows_of_history(path: Path) -> list[dict[str, Any]]:
+    """The rows that a `RunHistory` has kept in a file, which its first epoch creates."""
+    cure = "Delete it to go on without the figures of past epochs."
+    return _read(path, cure) if path.exists() else []
 
 
 OTHER_USERS = (
@@ -215,7 +218,7 @@ class RunDirectory:
 
     def _require_newest_log(self) -> None:
         """Raises if the run has released more than its log says."""
-        rows = _read(self.history_path, _WITHOUT_HISTORY) if self.history_path.exists() else []
+        rows = _rows_of_history(self.history_path)
         released = max((row["releases"] for row in rows), default=0)
         if released > self.log.num_releases:
             raise ValueError(
