@@ -293,10 +293,11 @@ class PlannedTraining:
         _warn_of_values(model, source)
         run = None
         if directory is not None:
+            # Otherwise the last call might not fit, so that the run would never be finished.
+            settings = {**settings, "steps_per_execution": steps_per_call(model)}
             run = RunDirectory(
                 directory,
-                # Otherwise the last call might not fit, so that the run would never be finished.
-                {**settings, "steps_per_execution": steps_per_call(model)},
+                settings,
                 self._plan.steps,
                 fingerprint=self._fingerprint(source),
                 keeps_keys=not self._plan.noise.is_independent,
@@ -307,7 +308,7 @@ class PlannedTraining:
                 run.log.require_run_of(model.optimizer)
                 self._keep_normalizations(run, normalizations, model)
             self._warn_of_second_model(model)
-            return self._fit(model, source, run, directory, callbacks, fit_arguments)
+            return self._fit(model, source, run, callbacks, fit_arguments)
         finally:
             # Not before its first step, in which a copy learns what it was trained behind.
             if model.optimizer.ledger.num_recorded_here > recorded:
@@ -357,28 +358,19 @@ class PlannedTraining:
         model: keras.Model,
         source: Arrays | Records,
         run: RunDirectory | None,
-        directory: str | os.PathLike | None,
         callbacks: Sequence[keras.callbacks.Callback],
         fit_arguments: dict[str, Any],
     ) -> keras.callbacks.History:
         """Trains with callbacks around a run's directory."""
         plan, parts = self._plan, model.optimizer.parts_per_batch
-        finished = run is not None and run.is_finished
+        finished = False
         if run is not None and run.is_finished:
-            _require_saved_epoch(run, str(directory))
-        # A finished run draws nothing more; Keras still looks at the shapes of a batch.
-        start = 0 if run is None or finished else run.log.num_releases
+            run.require_saved_epoch()
+            finished = True
         # A directory says more about a run that resumes, and restores the epoch itself.
         trained = 0 if finished else model.optimizer.ledger.num_releases // plan.steps_per_epoch
-        key = None
-        if run is not None and run.keys is not None:
-            key = plan.sampling.resumed_key(run.keys.groups)
-        batches = self.batches(source, start, parts, key)
-        if not has_own(model, "train_step"):
-            have_weights_made_outside(model, batches.element_spec[0])
-        batches = give_weights_axes_of_losses(model, batches)
-        leave_padding_out_of_metrics(model)
-        monitor, budget = plan.callbacks(None if directory is None else f"{directory}/logs")
+        batches = self._batches_of_run(model, source, run)
+        monitor, budget = plan.callbacks(None if run is None else f"{run.path}/logs")
         budget.epsilon = plan.limit_for(model.optimizer)
         path = None if run is None else run.history_path
         history = RunHistory(lambda: monitor.not_private, path)
@@ -404,11 +396,33 @@ class PlannedTraining:
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
         if run is not None:
-            _say_what_is_left(run, str(directory), finished, fit_arguments.get("verbose", "auto"))
+            _say_what_is_left(run, finished, fit_arguments.get("verbose", "auto"))
         _add_earlier_epochs(of_keras, history.rows)
-        if directory is not None:
-            plan.report(f"{directory}/report.html")
+        if run is not None:
+            plan.report(f"{run.path}/report.html")
         return of_keras
+
+    def _batches_of_run(
+        self, model: keras.Model, source: Arrays | Records, run: RunDirectory | None
+    ) -> tf.data.Dataset:
+        """The batches that a model trains on from where a run stands; prepares the model for them.
+
+        Args:
+          model: the compiled model.
+          source: the examples.
+          run: `None` if nothing is kept.
+        """
+        # A finished run draws nothing more; Keras still looks at the shapes of a batch.
+        start = 0 if run is None or run.is_finished else run.log.num_releases
+        key = None
+        if run is not None and run.keys is not None:
+            key = self._plan.sampling.resumed_key(run.keys.groups)
+        batches = self.batches(source, start, model.optimizer.parts_per_batch, key)
+        if not has_own(model, "train_step"):
+            have_weights_made_outside(model, batches.element_spec[0])
+        batches = give_weights_axes_of_losses(model, batches)
+        leave_padding_out_of_metrics(model)
+        return batches
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises unless an optimizer spends what the plan accounts for."""
@@ -616,16 +630,6 @@ def _require_finite_weights(model: keras.Model) -> None:
         )
 
 
-def _require_saved_epoch(run: RunDirectory, directory: str) -> None:
-    """Raises if a run that is finished has no weights that could be restored."""
-    if not run.has_saved_epoch:
-        raise RuntimeError(
-            "All steps of the run in `directory` were released, but no epoch of it was saved, so "
-            "there are no weights to restore. Pass a new directory to train anew; both runs "
-            f"together cost more than this plan. Received: directory={directory!r}"
-        )
-
-
 def _add_earlier_epochs(history: keras.callbacks.History, rows: Sequence[dict[str, Any]]) -> None:
     """Gives Keras's history the epochs before an interruption, too.
 
@@ -640,10 +644,9 @@ def _add_earlier_epochs(history: keras.callbacks.History, rows: Sequence[dict[st
     }
 
 
-def _say_what_is_left(
-    run: RunDirectory, directory: str, was_finished: bool, verbose: int | str
-) -> None:
+def _say_what_is_left(run: RunDirectory, was_finished: bool, verbose: int | str) -> None:
     """Says what a call of `fit` did not do, or will do if it is repeated."""
+    directory = str(run.path)
     if was_finished:
         nothing = (
             f"Nothing was trained: the run in {directory!r} is finished, and the model has the "

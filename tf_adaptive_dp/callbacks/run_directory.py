@@ -139,6 +139,7 @@ class RunDirectory:
         says that it is not private. Leave that file out if you publish the directory.
 
     Attributes:
+      path: the directory.
       log: the `ReleaseLog`.
       keys: the `KeyFile` of an unfinished run with correlated noise, or `None`.
       history_path: the file for a `RunHistory`, whose name says that it is not private.
@@ -159,15 +160,15 @@ class RunDirectory:
         fingerprint: Fingerprint | None = None,
         keeps_keys: bool = False,
     ):
-        self._path = Path(checks.path("directory", path))
+        self.path = Path(checks.path("directory", path))
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(
                 "`directory` must be a directory, or one that can be created. Received: "
                 f"directory={str(path)!r}, where there is a file"
             ) from None
-        backup = self._path / "backup"
+        backup = self.path / "backup"
         if backup.exists() and not backup.is_dir():  # before an epoch is paid for
             raise ValueError(
                 "`directory` must hold nothing but its run, which keeps its epochs in the folder "
@@ -175,15 +176,15 @@ class RunDirectory:
             )
         self._require_names()
         self._require_log()
-        self.log = ReleaseLog(self._path / "releases.log", steps=steps)
+        self.log = ReleaseLog(self.path / "releases.log", steps=steps)
         self.keys: KeyFile | None = None
-        self.history_path = self._path / _HISTORY
+        self.history_path = self.path / _HISTORY
         try:
             self._require_newest_log()
             self._check_settings(settings)
             if fingerprint is not None:
                 self._check_fingerprint(fingerprint)
-            keys = self._path / "noise.key"
+            keys = self.path / "noise.key"
             if self.is_finished:
                 files.delete(keys)
             elif keeps_keys:
@@ -197,17 +198,17 @@ class RunDirectory:
     def _require_names(self) -> None:
         """Raises if folders have the names of files that the run writes after its releases."""
         reports = ("report.html", "report.md", "report.json", _HISTORY)
-        taken = [name for name in reports if (self._path / name).is_dir()]
+        taken = [name for name in reports if (self.path / name).is_dir()]
         if taken:
             raise ValueError(
                 "`directory` must hold nothing but its run, which writes files of these names. "
-                f"Received: directory={str(self._path)!r}, with a folder {', '.join(taken)}"
+                f"Received: directory={str(self.path)!r}, with a folder {', '.join(taken)}"
             )
 
     def _require_log(self) -> None:
         """Raises if the run had a log of releases, which is written before all other files."""
-        log = self._path / "releases.log"
-        left = [name for name in _OF_RUN if (self._path / name).exists()]
+        log = self.path / "releases.log"
+        left = [name for name in _OF_RUN if (self.path / name).exists()]
         if left and not ledger_file.has_begun(log):
             raise ValueError(
                 "The run in `directory` cannot continue without `releases.log`: nothing else says "
@@ -230,7 +231,7 @@ class RunDirectory:
             )
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        kept = self._path / "plan.json"
+        kept = self.path / "plan.json"
         if not kept.exists():
             self._check_not_begun(
                 kept.name, "it says what the releases of the run were planned for"
@@ -248,7 +249,7 @@ class RunDirectory:
             )
 
     def _check_fingerprint(self, fingerprint: Fingerprint) -> None:
-        kept = self._path / f"{fingerprint.name}_NOT_PRIVATE.json"
+        kept = self.path / f"{fingerprint.name}_NOT_PRIVATE.json"
         if not kept.exists():
             self._check_not_begun(kept.name, f"it says that `{fingerprint.name}` have not changed")
             salt = secrets.token_bytes(16)
@@ -272,7 +273,7 @@ class RunDirectory:
         Raises:
           ValueError: if the run has begun without these values.
         """
-        kept = self._path / f"{name}.json"
+        kept = self.path / f"{name}.json"
         if kept.exists():
             return [[np.asarray(v) for v in of_one] for of_one in _read(kept)]
         if values:
@@ -294,10 +295,14 @@ class RunDirectory:
         """Whether all steps of the run may have been released."""
         return self.log.num_releases >= (self.log.steps or 0)
 
-    @property
-    def has_saved_epoch(self) -> bool:
-        """Whether there is an epoch to resume from."""
-        return self._backup_path.exists() and any(self._backup_path.iterdir())
+    def require_saved_epoch(self) -> None:
+        """Raises if a run that is finished has no weights that could be restored."""
+        if not self._backup_path.exists() or not any(self._backup_path.iterdir()):
+            raise RuntimeError(
+                "All steps of the run in `directory` were released, but no epoch of it was saved, "
+                "so there are no weights to restore. Pass a new directory to train anew; both runs "
+                f"together cost more than this plan. Received: directory={str(self.path)!r}"
+            )
 
     def callbacks(
         self, others: Sequence[keras.callbacks.Callback]
@@ -319,7 +324,7 @@ class RunDirectory:
                 "go on from the averages. Leave `swap_on_epoch` out; validation uses the averages "
                 "all the same. Received: SwapEMAWeights(swap_on_epoch=True)"
             )
-        resume = _Resume(self._backup, self.log, self.keys, self._path / "optimizer.json")
+        resume = _Resume(self._backup, self.log, self.keys, self.path / "optimizer.json")
         return [resume, *others, _SaveEpoch(resume)]
 
     def close(self) -> None:
