@@ -48,9 +48,9 @@ def test_it_is_a_tenth_of_the_upper_quartile_whatever_the_units(factor):
     for measuring in (True, True, False):
         assert bool(mechanism.histograms.are_open()) == measuring
         release(mechanism, rows_with_norms(norms))
-        assert bool(mechanism.measures()) == measuring
+        assert bool(mechanism.is_measuring()) == measuring
     assert mechanism.l2_norm_clip == pytest.approx(0.8 * factor, rel=0.05)
-    assert float(mechanism.moving_unit()) == mechanism.l2_norm_clip
+    assert float(mechanism.learned_clip()) == mechanism.l2_norm_clip
 
 
 @pytest.mark.parametrize("sigma", [2.0, 6.0])
@@ -133,7 +133,7 @@ def test_without_gradients_it_stays_unknown():
     mechanism = mechanism_of()
     for rows in (np.zeros([4, 2]), np.full([4, 2], np.nan), np.full([4, 2], np.inf)):
         release(mechanism, np.float32(rows))
-    assert bool(mechanism.measures()) and mechanism.l2_norm_clip == 1.0
+    assert bool(mechanism.is_measuring()) and mechanism.l2_norm_clip == 1.0
     release(mechanism, rows_with_norms(np.full(20, 2.0)))
     # It is known after the first pair of batches with gradients.
     assert not bool(mechanism.histograms.are_open())
@@ -168,8 +168,8 @@ def test_an_adaptive_one_starts_from_it():
     mechanism = mechanism_of(clipping="adaptive")
     for _ in range(3):
         release(mechanism, rows_with_norms(np.full(10, 1e6)))
-    moved = mechanism.l2_norm_clip / float(mechanism.moving_unit())
-    assert 0.5e5 < float(mechanism.moving_unit()) < 2e5
+    moved = mechanism.l2_norm_clip / float(mechanism.learned_clip())
+    assert 0.5e5 < float(mechanism.learned_clip()) < 2e5
     assert 1.0 < moved < 1.2
 
 

@@ -85,12 +85,12 @@ def test_targets_that_are_lost_in_the_noise_are_warned_of():
         assert "the loss shrinks with their units" in found(model, UNIT, tiny)
     assert not found(sequential([6]), UNIT, np.zeros(8))
     assert not found(sequential([6]), UNIT, tiny, "binary_crossentropy")
-    for finds_units in (
+    for learns_units in (
         dp.ADADP(1.0, 1.0, clipping="adaptive"),
         dp.ADADP("measured", 1.0),
         dp.UntunedSGD(1.0),
     ):
-        model.compile(finds_units, "mse")
+        model.compile(learns_units, "mse")
         assert not found(model, UNIT, tiny)
 
 

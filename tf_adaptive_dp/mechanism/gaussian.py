@@ -121,7 +121,7 @@ class GaussianMechanism:
       sizes: the `BatchSizes`, with the public divisor.
       histograms: the `Histograms` of the first batches, those of a measured C or what an optimizer
         set before its first step; or `None`.
-      measures_clip: whether C is measured.
+      measures_clip: whether C is measured, by the first batches.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GaussianMechanism:
         self.clipping = get_clipping(clipping)
         self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
         self.measures_clip = isinstance(l2_norm_clip, str) and l2_norm_clip == MEASURED
-        if self.finds_clip:  # C is state, like the weights
+        if self.learns_clip:  # C is state, like the weights
             self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
         else:
             self._l2_norm_clip = hyperparameter(1.0)
@@ -247,16 +247,16 @@ class GaussianMechanism:
         self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
 
     @property
-    def finds_clip(self) -> bool:
-        """Whether C comes from released counts, be they of the first batches or of each."""
+    def learns_clip(self) -> bool:
+        """Whether C comes from released counts: of the first batches, or of each one."""
         return self._is_adaptive or self.measures_clip
 
-    def moving_unit(self) -> tf.Tensor | None:
-        """The C of the last gradients if C follows or was measured, scalar; otherwise `None`.
+    def learned_clip(self) -> tf.Tensor | None:
+        """The C of the last gradients if it was learned, scalar; otherwise `None`.
 
         It was computed from noisy counts of earlier releases, so steps may depend on it.
         """
-        if not self.finds_clip:
+        if not self.learns_clip:
             return None
         clip = self._l2_norm_clip.read_value()
         if not self._is_adaptive:
@@ -662,8 +662,8 @@ class GaussianMechanism:
             return complete
         return complete & ~self.histograms.released()
 
-    def measures(self) -> tf.Tensor:
-        """Whether this step's batch measures, and must change no weights; a bool scalar."""
+    def is_measuring(self) -> tf.Tensor:
+        """Whether this step's batch measures, and so must change no weights; a bool scalar."""
         if self.histograms is None:
             return tf.constant(False)
         return self.histograms.released() | self.histograms.are_open()
@@ -677,7 +677,7 @@ class GaussianMechanism:
         """Whether no gradients were released so far, but histograms; or nothing at all."""
         if self.histograms is None:
             return False
-        return bool(self.measures() & self.histograms.are_the_first())
+        return bool(self.is_measuring() & self.histograms.are_the_first())
 
     def batches_to_measure(self) -> tf.Tensor:
         """W, the number of batches that `histograms` take; float64.

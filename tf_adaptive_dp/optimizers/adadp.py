@@ -206,13 +206,13 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
         """Judges the pair over all variables, then updates each; see `OwnRuleOptimizer`."""
-        unit = self._mechanism.moving_unit()
-        if unit is not None:  # in units of C, which may grow faster than η can shrink
-            grads_and_vars = [(g / tf.cast(unit, g.dtype), v) for g, v in grads_and_vars]
+        clip = self._mechanism.learned_clip()
+        if clip is not None:  # in units of C, which may grow faster than η can shrink
+            grads_and_vars = [(g / tf.cast(clip, g.dtype), v) for g, v in grads_and_vars]
         odd = self.iterations % 2 == 1
         frozen = self._epochs_frozen(self.iterations) >= 0
         eta = tf.cast(self.learning_rate, tf.float32)
-        judge = odd & ~frozen & ~self._mechanism.measures()
+        judge = odd & ~frozen & ~self._mechanism.is_measuring()
 
         def error_of_the_pair() -> tf.Tensor:
             points = [v - tf.cast(eta / 2, v.dtype) * g for g, v in grads_and_vars]
@@ -319,7 +319,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         """
         del decay_each
         even = (self.iterations % 2 == 0) | (self._epochs_frozen(self.iterations) >= 0)
-        even &= ~self._mechanism.measures()
+        even &= ~self._mechanism.is_measuring()
         for variable in variables:
             if decays(self, variable):
                 rate = tf.where(even, self.learning_rate * self.weight_decay, 0.0)

@@ -169,13 +169,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
     @property
     def measures_clip(self) -> bool:
-        """Whether C is `"measured"`."""
+        """Whether the first batches measure C, as `l2_norm_clip="measured"` asks."""
         return self._mechanism.measures_clip
 
     @property
-    def finds_units(self) -> bool:
-        """Whether the optimizer finds by itself how large gradients are."""
-        return self._mechanism.finds_clip
+    def learns_units(self) -> bool:
+        """Whether the optimizer learns how large gradients are, from what it releases."""
+        return self._mechanism.learns_clip
 
     @property
     def batches_to_measure(self) -> int:

@@ -125,8 +125,8 @@ class UntunedSGD(RateAdaptingOptimizer, OwnRuleOptimizer, sets=_FOUND):
         self._mechanism.histograms = Histograms(len(variables), add)
 
     @property
-    def finds_units(self) -> bool:
-        """Whether the optimizer finds by itself how large gradients are: always."""
+    def learns_units(self) -> bool:
+        """Whether the optimizer learns how large gradients are: always, whatever C is."""
         return True
 
     @property
@@ -182,7 +182,7 @@ class UntunedSGD(RateAdaptingOptimizer, OwnRuleOptimizer, sets=_FOUND):
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
         """Sets η_t for all variables, then updates each; see `OwnRuleOptimizer`."""
-        moves = ~self._mechanism.measures()
+        moves = ~self._mechanism.is_measuring()
         num_steps = tf.convert_to_tensor(self._num_steps.assign_add(tf.cast(moves, tf.int64)))
         noise, sizes = self._mechanism.relative_noise(), self._histograms().sizes()
         usual = unit_steps.default_kappa(self._shapes)

@@ -93,7 +93,7 @@ def _of_targets(model: tf.keras.Model, loss: Any, targets: Any) -> list[Finding]
             "the squares of gradients exceed the range of float32, so they count as zero."
         )
         fix = "Divide the targets by a public constant; see docs/how-to/units.md."
-    elif 0 < largest < _SMALL and not _finds_units(model):
+    elif 0 < largest < _SMALL and not _learns_units(model):
         what = (
             f"Targets have magnitudes of at most {largest:.2g}, and the loss shrinks with their "
             "units: gradients are far smaller than `l2_norm_clip`, and the noise is as large as "
@@ -125,9 +125,9 @@ def _last_rescaling(model: tf.keras.Model, num_columns: int) -> tuple[Any, Any]:
     return found if all(np.shape(v) in ((), (1,), (num_columns,)) for v in found) else (0.0, 1.0)
 
 
-def _finds_units(model: tf.keras.Model) -> bool:
-    """Whether the optimizer finds the size of gradients by itself."""
-    return getattr(getattr(model, "optimizer", None), "finds_units", False)
+def _learns_units(model: tf.keras.Model) -> bool:
+    """Whether the optimizer learns how large gradients are."""
+    return getattr(getattr(model, "optimizer", None), "learns_units", False)
 
 
 def _grows_with_units(loss: Any) -> bool:
