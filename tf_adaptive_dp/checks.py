@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.models import tunes_steps_per_call
+from tf_adaptive_dp._keras.models import became_of_graphs, tunes_steps_per_call
 from tf_adaptive_dp._keras.variables import paths_named
 
 _Value = TypeVar("_Value")
@@ -307,3 +307,8 @@ def fixed_steps_per_call(model: Any) -> None:
             "enable_tune_steps_per_execution=True, which lets a thread change it at any time. "
             "Pass a number as `steps_per_execution`."
         )
+
+
+def works_eagerly(model: Any) -> bool:
+    """Whether a Keras model can be called outside of graphs; see `became_of_graphs`."""
+    return not became_of_graphs(model)

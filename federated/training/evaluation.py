@@ -103,16 +103,6 @@ def _assign(weights: tff.learning.models.ModelWeights, model: tf.keras.Model) ->
     weights.assign_weights_to(model)
 
 
-def _is_of_graphs(model: tf.keras.Model) -> bool:
-    """Whether Keras 2 made the classes of an existing model those of TensorFlow 1.
-
-    A model that is made in a `tf.Graph`, as TFF makes each one, does so to the classes of all
-    models and layers of its kinds, and those that were made outside of it no longer work.
-    """
-    kinds = {kind for part in (model, *model.submodules) for kind in type(part).__mro__}
-    return any(kind.__module__.endswith("_v1") for kind in kinds)
-
-
 class Evaluation:
     """Evaluates the server's model on held-out clients after every few rounds.
 
@@ -230,9 +220,9 @@ class Evaluation:
 
     def _prepare(self, weights: tff.learning.models.ModelWeights) -> None:
         """Gives the model these weights, and new metrics."""
-        if _is_of_graphs(self._model):
+        if not checks.works_eagerly(self._model):
             self._model = self._model_fn()
-            if _is_of_graphs(self._model):
+            if not checks.works_eagerly(self._model):
                 raise TypeError(
                     "`model_fn` must return a new Keras model at each call. TFF made models since "
                     "the one that it returned was made, and with these an older one no longer "

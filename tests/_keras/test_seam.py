@@ -17,6 +17,7 @@ VERSION_BOUND = {
     "compiled_loss",
     "compiled_metrics",
     "enable_tune_steps_per_execution",
+    "_v1",  # the end of the names of modules
     "experimental_enable_variable_lifting",
     "true_dtype",
 }

@@ -74,6 +74,16 @@ def tunes_steps_per_call(model: tf.keras.Model) -> bool:
     return getattr(model, "enable_tune_steps_per_execution", False)
 
 
+def became_of_graphs(model: tf.keras.Model) -> bool:
+    """Whether Keras 2 turned the classes of an existing model into those of TensorFlow 1.
+
+    A model that is made in a `tf.Graph`, as TFF makes each one, does so to the classes of all
+    models and layers of its kinds, and those that were made outside of it no longer work.
+    """
+    kinds = {kind for part in (model, *model.submodules) for kind in type(part).__mro__}
+    return any(kind.__module__.endswith("_v1") for kind in kinds)
+
+
 def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
     """Spares a callback that does not read `logs` the wait for their values in each step.
 
