@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,21 @@ from tf_adaptive_dp._keras import graphs
 def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The data sets that a data set transforms."""
     return dataset._inputs()
+
+
+def datasets_within(
+    dataset: tf.data.Dataset, until: Callable[[tf.data.Dataset], bool] = lambda _: False
+) -> Iterator[tf.data.Dataset]:
+    """A data set, and all that it is made of: each before what it transforms.
+
+    Args:
+      dataset: any.
+      until: says of a data set that the walk ends before it.
+    """
+    if not until(dataset):
+        yield dataset
+        for source in input_datasets(dataset):
+            yield from datasets_within(source, until)
 
 
 # What leaves the elements of a data set as they are; `map` changes them, but hardly their rows.
@@ -228,13 +243,8 @@ def _has_all_of(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
 
     Two that are made of equal arrays hold the same ones.
     """
-    whole, stack = _examples(one), [other]
-    while stack:
-        dataset = stack.pop()
-        if dataset is whole or _are_of_equal_arrays(dataset, whole):
-            return True
-        stack += input_datasets(dataset)
-    return False
+    whole = _examples(one)
+    return any(d is whole or _are_of_equal_arrays(d, whole) for d in datasets_within(other))
 
 
 def _are_of_equal_arrays(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
@@ -276,10 +286,8 @@ def has_random_order(dataset: tf.data.Dataset) -> bool:
     It cannot see what happens within functions, such as those of `interleave` and `from_generator`.
     """
     with tf.init_scope():  # a step may be traced now
-        deterministic = dataset.options().deterministic
-    if deterministic is False or _reorders(dataset):
-        return True
-    return any(map(has_random_order, input_datasets(dataset)))
+        within = datasets_within(dataset)
+        return any(d.options().deterministic is False or _reorders(d) for d in within)
 
 
 def _reorders(dataset: tf.data.Dataset) -> bool:
@@ -429,15 +437,18 @@ def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | 
       The name of each method, with the result of its function, which belongs to a graph of its own,
       or `None` if it has none.
     """
-    kind = type(dataset).__name__
-    if any(name in kind for name in ("Batch", "GroupBy")) and "Unbatch" not in kind:
-        return []
     found: list[tuple[str, tf.Tensor | None]] = []
-    for name, method in _CHOICES.items():
-        if name in kind:
-            function = getattr(dataset, "_predicate", None)
-            found.append((method, function and function.function.graph.outputs[0]))
-    return found + [choice for d in input_datasets(dataset) for choice in choices_of_batches(d)]
+    for after in datasets_within(dataset, until=_makes_batches):
+        for name, method in _CHOICES.items():
+            if name in type(after).__name__:
+                function = getattr(after, "_predicate", None)
+                found.append((method, function and function.function.graph.outputs[0]))
+    return found
+
+
+def _makes_batches(dataset: tf.data.Dataset) -> bool:
+    kind = type(dataset).__name__
+    return any(name in kind for name in ("Batch", "GroupBy")) and "Unbatch" not in kind
 
 
 def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
@@ -447,21 +458,26 @@ def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
     in all data sets that this one transforms, but not what happens within functions, nor variables
     to which a function of `map` writes.
     """
+    return [m for m in map(_tie_between_examples, datasets_within(dataset)) if m is not None]
+
+
+def _tie_between_examples(dataset: tf.data.Dataset) -> str | None:
+    """See `ties_between_examples`, of this data set alone."""
     kind, inputs = type(dataset).__name__, input_datasets(dataset)
-    found = []
     if "TakeWhile" in kind:
         graph = dataset._predicate.function.graph
-        found += ["take_while"] * _reads(graph.outputs, graph.inputs, inputs[0])
+        return "take_while" if _reads(graph.outputs, graph.inputs, inputs[0]) else None
     if "Scan" in kind:
         graph = dataset._scan_func.function.graph
         state = len(graph.outputs) - len(dataset._flat_types)
-        found += ["scan"] * _reads(graph.outputs[:state], graph.inputs[state:], inputs[0])
+        changes = _reads(graph.outputs[:state], graph.inputs[state:], inputs[0])
+        return "scan" if changes else None
     if "GroupByWindow" in kind:
         graph = dataset._key_func.function.graph
-        found += ["group_by_window"] * _reads(graph.outputs, graph.inputs, inputs[0])
+        return "group_by_window" if _reads(graph.outputs, graph.inputs, inputs[0]) else None
     if "PaddedBatch" in kind:
-        found += ["padded_batch"] * _pads_to_longest(dataset, inputs[0])
-    return found + [method for d in inputs for method in ties_between_examples(d)]
+        return "padded_batch" if _pads_to_longest(dataset, inputs[0]) else None
+    return None
 
 
 def _pads_to_longest(padded: tf.data.Dataset, examples: tf.data.Dataset) -> bool:

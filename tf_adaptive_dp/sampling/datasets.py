@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.datasets import input_datasets
+from tf_adaptive_dp._keras.datasets import datasets_within
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
@@ -249,10 +249,8 @@ def is_drawn(data: Any) -> bool:
 
 def _drawn_by_samplings(data: Any) -> Iterator[Any]:
     """What samplings of the library drew, of a data set and those that it transforms."""
-    if is_draw(data):
-        yield data
-    for source in input_datasets(data) if isinstance(data, tf.data.Dataset) else ():
-        yield from _drawn_by_samplings(source)
+    if isinstance(data, tf.data.Dataset):
+        yield from filter(is_draw, datasets_within(data))
 
 
 def as_dataset(
