@@ -8,9 +8,8 @@ from typing import Callable, NamedTuple
 
 import tensorflow as tf
 
-# Octaves of norms around 1, and of 1 + |loss| / 2^-20 on each side of 0. Bins are a quarter of one,
-# or a whole one for the norms of whole gradients, of which less need be known.
-_OCTAVES, _PER_OCTAVE, _PER_OCTAVE_OF_TOTAL = 80, 4, 1
+# Octaves of norms around 1, and of 1 + |loss| / 2^-20 on each side of 0.
+_OCTAVES = 80
 _SMALLEST_LOSS = 2.0**-20
 # What rounding may add to the norm of the vector that counts an example.
 _ROUNDING = 1 - 1e-6
@@ -22,9 +21,6 @@ _WINDOW, _NEAR = 2, 4
 _SIGNIFICANT, _SIGNIFICANT_FAR_ABOVE = 4.5, 6.0
 # Norms ten octaves below the largest belong to examples that the model has fitted by chance.
 _RANGE = 10
-# The batches that a measurement takes without noise: of each variable, or of all together. The
-# latter comes in twos, so that the pairs of minibatches of `ADADP` begin at even iterations.
-_FEWEST, _FEWEST_OF_TOTAL = 5, 2
 
 
 class Sizes(NamedTuple):
@@ -71,22 +67,23 @@ class Histograms:
           num_variables: K; or `None` for a single histogram, of whole gradients.
           add_variable: makes a variable that is saved with the optimizer.
         """
-        self._of_total = num_variables is None
-        self._num_norms = 1 if num_variables is None else num_variables
-        self._num_rows = self._num_norms + (0 if self._of_total else 1)
-        self._per_octave = _PER_OCTAVE_OF_TOTAL if self._of_total else _PER_OCTAVE
-        shape = [self._num_rows, _OCTAVES * self._per_octave]
+        if num_variables is None:
+            form = _Form.of_whole_gradients()
+        else:
+            form = _Form.of_each_variable(num_variables)
+        self._form = form
+        shape = [form.num_rows, form.num_bins]
         self._counts = add_variable(shape, dtype=tf.float64, name="histograms")
         self._batches = add_variable([], dtype=tf.int64, name="histogram_batches")
-        self._sizes = add_variable([self._num_norms + 2], dtype=tf.float64, name="sizes")
-        self._earlier = add_variable([self._num_norms + 2], dtype=tf.float64, name="earlier_sizes")
-        self._bounds = add_variable([2, self._num_norms], dtype=tf.float64, name="bounds_of_norms")
+        self._sizes = add_variable([form.num_norms + 2], dtype=tf.float64, name="sizes")
+        self._earlier = add_variable([form.num_norms + 2], dtype=tf.float64, name="earlier_sizes")
+        self._bounds = add_variable([2, form.num_norms], dtype=tf.float64, name="bounds_of_norms")
         self._complete = add_variable([], dtype=tf.bool, name="histograms_complete")
         self._released = add_variable([], dtype=tf.bool, name="histograms_released")
 
     def sizes(self) -> Sizes:
         """What is read from the histograms."""
-        norms, loss, spread = tf.split(self._sizes.read_value(), [self._num_norms, 1, 1])
+        norms, loss, spread = tf.split(self._sizes.read_value(), [self._form.num_norms, 1, 1])
         return Sizes(norms, loss[0], spread[0])
 
     def are_open(self) -> tf.Tensor:
@@ -109,11 +106,11 @@ class Histograms:
           batch_size: L, float64.
         """
         # Noise adds up over the bins of a window.
-        wide = 25 * math.sqrt(self._per_octave)
-        of_noise = tf.floor(tf.square(wide * sigma / batch_size) * (self._num_rows / 2))
-        if not self._of_total:
-            return _FEWEST + of_noise
-        return _FEWEST_OF_TOTAL + 2 * tf.math.ceil(of_noise / 2)
+        form = self._form
+        wide = 25 * math.sqrt(form.per_octave)
+        of_noise = tf.floor(tf.square(wide * sigma / batch_size) * (form.num_rows / 2))
+        at_once = form.batches_at_once
+        return form.fewest_batches + at_once * tf.math.ceil(of_noise / at_once)
 
     def open_again(self, when: tf.Tensor, ratios: tf.Tensor) -> None:
         """Empties the histograms, so that the next W batches measure the norms anew.
@@ -163,21 +160,21 @@ class Histograms:
         losses = tf.cast(losses, tf.float32)
         total = tf.add_n([n for n in squared_norms if n is not None])
         there = (total > 0) & tf.math.is_finite(total) & tf.math.is_finite(losses) & counts
-        entry = tf.cast(clip, tf.float32) * (_ROUNDING / math.sqrt(self._num_rows))
-        num_bins = _OCTAVES * self._per_octave
-        if self._of_total:
-            bins, present = [_as_bins(_octaves_of_norms(total), self._per_octave)], [there]
+        form = self._form
+        entry = tf.cast(clip, tf.float32) * (_ROUNDING / math.sqrt(form.num_rows))
+        if not form.has_losses:
+            bins, present = [form.bin_of(_octaves_of_norms(total))], [there]
         else:
             parts = [(place, n) for place, n in zip(places, squared_norms) if n is not None]
             octaves = [*(_octaves_of_norms(n) for _, n in parts), _octaves_of_losses(losses)]
-            rows = [*(place for place, _ in parts), self._num_rows - 1]
-            bins = [r * num_bins + _as_bins(o, self._per_octave) for r, o in zip(rows, octaves)]
+            rows = [*(place for place, _ in parts), form.num_rows - 1]
+            bins = [r * form.num_bins + form.bin_of(o) for r, o in zip(rows, octaves)]
             present = [there & (n > 0) for _, n in parts] + [there]
         entries = tf.where(tf.concat(present, axis=0), entry, 0.0)
         flat = tf.math.unsorted_segment_sum(
-            entries, tf.concat(bins, axis=0), self._num_rows * num_bins
+            entries, tf.concat(bins, axis=0), form.num_rows * form.num_bins
         )
-        return tf.reshape(flat, [self._num_rows, num_bins])
+        return tf.reshape(flat, [form.num_rows, form.num_bins])
 
     def add(
         self, released: tf.Tensor, clip: tf.Tensor, sigma: tf.Tensor, batch_size: tf.Tensor
@@ -194,21 +191,20 @@ class Histograms:
           Tensors that are available when everything is written.
         """
         open_now = self.are_open()
-        entry = clip * (_ROUNDING / math.sqrt(self._num_rows))
+        entry = clip * (_ROUNDING / math.sqrt(self._form.num_rows))
         counts = tf.cast(released, tf.float64) / entry
         counts = self._counts.assign_add(tf.where(open_now, counts, tf.zeros_like(counts)))
         batches = self._batches.assign_add(tf.cast(open_now, tf.int64))
         counts, batches = tf.convert_to_tensor(counts), tf.convert_to_tensor(batches)
         needed = self.batches_needed(sigma, batch_size)
         enough = open_now & (tf.cast(batches, tf.float64) >= needed)
-        if self._of_total:
-            enough &= tf.equal(batches % 2, 0)
+        if self._form.batches_at_once > 1:
+            enough &= tf.equal(batches % self._form.batches_at_once, 0)
         earlier, bounds = self._earlier.read_value(), self._bounds.read_value()
 
         def read() -> tf.Tensor:
-            noise = sigma * tf.sqrt(tf.cast(batches, tf.float64) * self._num_rows)
-            read = _read(counts, noise, self._num_norms, self._per_octave)
-            return _bounded(read, earlier, bounds)
+            noise = sigma * tf.sqrt(tf.cast(batches, tf.float64) * self._form.num_rows)
+            return _bounded(self._form.read(counts, noise), earlier, bounds)
 
         sizes = tf.cond(enough, read, self._sizes.read_value)
         complete = ~open_now | (enough & tf.reduce_any(sizes[:-2] > 0))
@@ -220,6 +216,100 @@ class Histograms:
             self._released.assign(open_now),
         ]
         return [tf.convert_to_tensor(variable) for variable in written]
+
+
+class _Form(NamedTuple):
+    """What tells histograms of each variable's norms from a single one, of whole gradients.
+
+    Attributes:
+      num_norms: how many histograms are of norms.
+      has_losses: whether there is another one, the last, which is of losses.
+      per_octave: how many bins there are in an octave.
+      fewest_batches: how many batches a measurement takes without noise.
+      batches_at_once: it takes a multiple of this number.
+    """
+
+    num_norms: int
+    has_losses: bool
+    per_octave: int
+    fewest_batches: int
+    batches_at_once: int
+
+    @classmethod
+    def of_each_variable(cls, num_variables: int) -> _Form:
+        return cls(num_variables, True, per_octave=4, fewest_batches=5, batches_at_once=1)
+
+    @classmethod
+    def of_whole_gradients(cls) -> _Form:
+        # Less need be known of these. Batches come in twos, so that the pairs of minibatches of
+        # `ADADP` begin at even iterations.
+        return cls(1, False, per_octave=1, fewest_batches=2, batches_at_once=2)
+
+    @property
+    def num_rows(self) -> int:
+        """R, one for each histogram."""
+        return self.num_norms + self.has_losses
+
+    @property
+    def num_bins(self) -> int:
+        return _OCTAVES * self.per_octave
+
+    def bin_of(self, octaves: tf.Tensor) -> tf.Tensor:
+        position = tf.floor((octaves + _OCTAVES // 2) * self.per_octave)
+        return tf.cast(tf.clip_by_value(position, 0, self.num_bins - 1), tf.int32)
+
+    def read(self, counts: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
+        """The entries of `Sizes`, one after the other.
+
+        Args:
+          counts: [R, bins], float64, noisy.
+          noise: the standard deviation of that noise.
+        """
+        # Noise in hundreds of empty bins would add up to more than a quarter of the examples.
+        is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < self.num_norms
+        window = _WINDOW * self.per_octave
+        full = self._full_windows(counts, noise * math.sqrt(window), is_norm)
+        around = [[0, 0], [window - 1, window - 1]]
+        kept = _sums_of_windows(tf.pad(tf.cast(full, tf.float64), around), window) > 0
+        from_end = tf.argmax(tf.reverse(kept, [1]), axis=1, output_type=tf.int32)
+        last = (self.num_bins - 1 - from_end)[:, tf.newaxis]
+        near = tf.range(self.num_bins) > last - _RANGE * self.per_octave
+        counts = tf.where(kept & (near | ~is_norm), counts, tf.zeros_like(counts))
+        norms = _power_of_2(self._quantile(counts[: self.num_norms], 0.75))
+        stands_out = tf.reduce_any(full[: self.num_norms], axis=1)
+        norms = tf.where(stands_out, norms, tf.zeros_like(norms))
+        if not self.has_losses:
+            return tf.concat([norms, tf.zeros([2], tf.float64)], axis=0)
+        low, median, high = (_loss_at(self._quantile(counts[-1:], q)) for q in (0.25, 0.5, 0.75))
+        return tf.concat([norms, median, high - low], axis=0)
+
+    def _full_windows(self, counts: tf.Tensor, noise: tf.Tensor, is_norm: tf.Tensor) -> tf.Tensor:
+        """Which windows examples stand out in, [rows, windows], bool.
+
+        Args:
+          counts: [rows, n].
+          noise: the standard deviation of that of a window.
+          is_norm: [rows, 1], bool.
+        """
+        sums = _sums_of_windows(counts, _WINDOW * self.per_octave)
+        fullest = tf.argmax(sums, axis=1, output_type=tf.int32)[:, tf.newaxis]
+        far_above = is_norm & (tf.range(sums.shape[1]) > fullest + _NEAR * self.per_octave)
+        needed = [tf.constant(s, tf.float64) for s in (_SIGNIFICANT_FAR_ABOVE, _SIGNIFICANT)]
+        return sums > tf.where(far_above, *needed) * noise
+
+    def _quantile(self, counts: tf.Tensor, q: float) -> tf.Tensor:
+        """The octave below which a share `q` of each row's counts lies, [rows], float64."""
+        sums = tf.cumsum(counts, axis=1)
+        below = sums < q * sums[:, -1:]
+        # Noise may let sums fall, so the last position below the share is what counts.
+        positions = tf.cast(tf.range(1, self.num_bins + 1), tf.float64)
+        index = tf.reduce_max(tf.where(below, positions, tf.zeros_like(positions)), axis=1)
+        index = tf.minimum(index, tf.constant(self.num_bins - 1, tf.float64))
+        here = tf.one_hot(tf.cast(index, tf.int32), self.num_bins, dtype=tf.float64)
+        count, total = (tf.reduce_sum(here * x, axis=1) for x in (counts, sums))
+        inside = (q * sums[:, -1] - (total - count)) / tf.maximum(count, tf.ones_like(count))
+        inside = tf.clip_by_value(inside, tf.zeros_like(inside), tf.ones_like(inside))
+        return (index + inside) / self.per_octave - _OCTAVES // 2
 
 
 def _bounded(sizes: tf.Tensor, earlier: tf.Tensor, bounds: tf.Tensor) -> tf.Tensor:
@@ -250,75 +340,10 @@ def _log2(x: tf.Tensor) -> tf.Tensor:
     return tf.math.log(x) / math.log(2.0)
 
 
-def _as_bins(octaves: tf.Tensor, per_octave: int) -> tf.Tensor:
-    position = tf.floor((octaves + _OCTAVES // 2) * per_octave)
-    return tf.cast(tf.clip_by_value(position, 0, _OCTAVES * per_octave - 1), tf.int32)
-
-
-def _read(counts: tf.Tensor, noise: tf.Tensor, num_norms: int, per_octave: int) -> tf.Tensor:
-    """The entries of `Sizes`, one after the other.
-
-    Args:
-      counts: [R, bins], float64, noisy.
-      noise: the standard deviation of that noise.
-      num_norms: how many of the histograms are of norms; if there is another one, it is of losses.
-      per_octave: how many bins there are in an octave.
-    """
-    # Noise in hundreds of empty bins would add up to more than a quarter of the examples.
-    is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < num_norms
-    window, num_bins = _WINDOW * per_octave, _OCTAVES * per_octave
-    full = _full_windows(counts, noise * math.sqrt(window), is_norm, per_octave)
-    around = [[0, 0], [window - 1, window - 1]]
-    kept = _sums_of_windows(tf.pad(tf.cast(full, tf.float64), around), window) > 0
-    last = num_bins - 1 - tf.argmax(tf.reverse(kept, [1]), axis=1, output_type=tf.int32)
-    near = tf.range(num_bins) > last[:, tf.newaxis] - _RANGE * per_octave
-    counts = tf.where(kept & (near | ~is_norm), counts, tf.zeros_like(counts))
-    norms = _power_of_2(_quantile(counts[:num_norms], 0.75, per_octave))
-    norms = tf.where(tf.reduce_any(full[:num_norms], axis=1), norms, tf.zeros_like(norms))
-    if counts.shape[0] == num_norms:
-        return tf.concat([norms, tf.zeros([2], tf.float64)], axis=0)
-    low, median, high = (_loss_at(_quantile(counts[-1:], q, per_octave)) for q in (0.25, 0.5, 0.75))
-    return tf.concat([norms, median, high - low], axis=0)
-
-
-def _full_windows(
-    counts: tf.Tensor, noise: tf.Tensor, is_norm: tf.Tensor, per_octave: int
-) -> tf.Tensor:
-    """Which windows examples stand out in, [rows, windows], bool.
-
-    Args:
-      counts: [rows, n].
-      noise: the standard deviation of that of a window.
-      is_norm: [rows, 1], bool.
-      per_octave: how many bins there are in an octave.
-    """
-    sums = _sums_of_windows(counts, _WINDOW * per_octave)
-    fullest = tf.argmax(sums, axis=1, output_type=tf.int32)[:, tf.newaxis]
-    far_above = is_norm & (tf.range(sums.shape[1]) > fullest + _NEAR * per_octave)
-    needed = [tf.constant(s, tf.float64) for s in (_SIGNIFICANT_FAR_ABOVE, _SIGNIFICANT)]
-    return sums > tf.where(far_above, *needed) * noise
-
-
 def _sums_of_windows(x: tf.Tensor, window: int) -> tf.Tensor:
     """Sums over so many neighbors in each row, [rows, n] → [rows, n - window + 1]."""
     sums = tf.pad(tf.cumsum(x, axis=1), [[0, 0], [1, 0]])
     return sums[:, window:] - sums[:, :-window]
-
-
-def _quantile(counts: tf.Tensor, q: float, per_octave: int) -> tf.Tensor:
-    """The octave below which a share `q` of each row's counts lies, [rows], float64."""
-    sums = tf.cumsum(counts, axis=1)
-    below = sums < q * sums[:, -1:]
-    # Noise may let sums fall, so the last position below the share is what counts.
-    num_bins = _OCTAVES * per_octave
-    positions = tf.cast(tf.range(1, num_bins + 1), tf.float64)
-    index = tf.reduce_max(tf.where(below, positions, tf.zeros_like(positions)), axis=1)
-    index = tf.minimum(index, tf.constant(num_bins - 1, tf.float64))
-    here = tf.one_hot(tf.cast(index, tf.int32), num_bins, dtype=tf.float64)
-    count, total = (tf.reduce_sum(here * x, axis=1) for x in (counts, sums))
-    inside = (q * sums[:, -1] - (total - count)) / tf.maximum(count, tf.ones_like(count))
-    inside = tf.clip_by_value(inside, tf.zeros_like(inside), tf.ones_like(inside))
-    return (index + inside) / per_octave - _OCTAVES // 2
 
 
 def _loss_at(octaves: tf.Tensor) -> tf.Tensor:
