@@ -12,6 +12,7 @@ from tf_adaptive_dp import checks, statement
 from tf_adaptive_dp.accounting.accountants import Counts, composed_epsilon
 from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
 from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting.noise_strategies import BandedNoise
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 from tf_adaptive_dp.statement import Unit
@@ -274,19 +275,8 @@ def _claim(
             "users if each user was in at most one cohort per pass. It does not rely on secret "
             "sampling."
         )
-    strategy = ledger.privacy.strategy
-    if strategy is not None:
-        most = ledger.privacy.max_participations
-        often = "" if most is None else f" and in at most {most} of a run's cohorts"
-        if sum(ledger.sequences.values()) > 1:  # lost rounds are repeated with the same users
-            often += ", apart from repetitions of lost rounds, which this epsilon includes"
-        return paragraph(
-            f"{start} in which one user's updates are replaced by zeros. The noise of each round "
-            f"canceled {strategy.taken_back} (banded matrix factorization). This epsilon is a "
-            "proven upper bound for any order of the users if each user was in at most one of any "
-            f"{ledger.privacy.min_separation} cohorts in a row{often}. It does not rely on secret "
-            "sampling."
-        )
+    if ledger.privacy.strategy is not None:
+        return _claim_of_sequences(ledger, start, ledger.privacy.strategy)
     if isinstance(sampling, EveryClient):
         return paragraph(
             f"{start} that differ by adding or removing one user. Every user was in the cohort of "
@@ -307,6 +297,20 @@ def _claim(
         num_examples=clients,
         unit=USER,
         num_unchecked=ledger.num_releases - ledger.rounds_drawn,
+    )
+
+
+def _claim_of_sequences(ledger: UserLedger, start: str, strategy: BandedNoise) -> str:
+    most = ledger.privacy.max_participations
+    often = "" if most is None else f" and in at most {most} of a run's cohorts"
+    if sum(ledger.sequences.values()) > 1:  # lost rounds are repeated with the same users
+        often += ", apart from repetitions of lost rounds, which this epsilon includes"
+    return paragraph(
+        f"{start} in which one user's updates are replaced by zeros. The noise of each round "
+        f"canceled {strategy.taken_back} (banded matrix factorization). This epsilon is a "
+        "proven upper bound for any order of the users if each user was in at most one of any "
+        f"{ledger.privacy.min_separation} cohorts in a row{often}. It does not rely on secret "
+        "sampling."
     )
 
 

@@ -153,10 +153,10 @@ def run_trials(
                     bar.update()
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # waits for the trials that are running
-                for future in futures:
-                    if not future.cancelled() and future.exception() is None:
-                        if results.missing([future.result().settings]):
-                            results.add(future.result())
+                finished = [f for f in futures if not f.cancelled() and f.exception() is None]
+                for trial in (future.result() for future in finished):
+                    if results.missing([trial.settings]):
+                        results.add(trial)
                 raise
 
 
