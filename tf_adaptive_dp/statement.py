@@ -198,7 +198,6 @@ def privacy_statement(
     spent = sampling_epsilon.epsilon_spent(
         sampling, ledger, num_examples, delta, accountant=accountant
     )
-    noise = composition.noise_of(ledger)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     segments, other_events = [s for s, _ in with_checks], ledger_of(ledger).other_events
     chosen = is_chosen_by_search(ledger)
@@ -209,10 +208,7 @@ def privacy_statement(
     if isinstance(sampling, Sampling):
         drawn = sampling.as_drawn(ledger)
     released = list_of_releases(segments, other_events, num_examples, unit)
-    if not noise.is_independent:
-        released += list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
-    released += _repetitions(with_checks, num_examples, sampling)
-    released += _less_room(drawn, sampling, unit)
+    released += _about_releases(ledger, with_checks, num_examples, sampling, drawn)
     information = side_information_paragraph(
         getattr(ledger, "side_information", None), other_events
     )
@@ -221,7 +217,7 @@ def privacy_statement(
         causes = why_not_private(segments, other_events, drawn, unit)
         return joined([search, causes, _noise_seed_warning(ledger, unit), released, information])
     unamplified, tf_privacy = math.inf, ""
-    if noise.is_independent:
+    if composition.noise_of(ledger).is_independent:
         unamplified = composition.epsilon_without_amplification(
             composition.in_units(ledger), num_examples, delta, accountant=accountant
         )
@@ -537,6 +533,22 @@ def _in_words(event: dp_accounting.DpEvent) -> str:
             "`PrivateNormalization`, or the gradients of an earlier optimizer)"
         )
     return str(event)
+
+
+def _about_releases(
+    ledger: Any,
+    with_checks: Sequence[tuple[Segment, BatchChecks]],
+    num_examples: int,
+    sampling: Sampling | str,
+    drawn: Sampling | str,
+) -> str:
+    """Says what their noise and their batches have in common; empty if nothing."""
+    noise = composition.noise_of(ledger)
+    about = ""
+    if not noise.is_independent:
+        about = list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
+    about += _repetitions(with_checks, num_examples, sampling)
+    return about + _less_room(drawn, sampling, unit_of(sampling))
 
 
 def _repetitions(
