@@ -120,6 +120,17 @@ def _check(
             )
 
 
+def _check_epsilon(
+    ledger: user_epsilon.UserLedger | None, delta: float | None, sampling: Any, stacklevel: int
+) -> None:
+    """Raises if a run's ε is unknown, as with some side information; warns of a large δ."""
+    if isinstance(ledger, user_epsilon.UserLedger):
+        user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampling)
+        if delta is not None:
+            users = ledger.privacy.total_clients
+            statement.warn_of_large_delta(delta, users, user_epsilon.USER, stacklevel)
+
+
 def _check_process(process: Any) -> None:
     for name in ("initialize", "next", "get_model_weights"):
         if not hasattr(process, name):
@@ -524,12 +535,7 @@ def train(
     _check(sampler, num_rounds, ledger, release_managers)
     of_privacy = _PrivacyFigures(ledger, delta, sampler.sampling, num_rounds)
     of_privacy(ledger)  # fails now rather than after a round
-    if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
-        user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
-        if delta is not None:
-            users = ledger.privacy.total_clients
-            statement.warn_of_large_delta(delta, users, user_epsilon.USER, stacklevel=2)
-
+    _check_epsilon(ledger, delta, sampler.sampling, stacklevel=3)
     figures = _Figures(of_privacy)
     run = Run(
         process,
