@@ -161,24 +161,14 @@ class GaussianMechanism:
         clip = 1.0 if self.measures_clip else checks.number("l2_norm_clip", l2_norm_clip, SMALLEST)
         self._l2_norm_clip.assign(clip)
         self.noise_multiplier = noise_multiplier
-        if num_microbatches is not None:
-            num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
-        self.num_microbatches = num_microbatches
-        if examples_per_user is not None:
-            examples_per_user = checks.integer("examples_per_user", examples_per_user, 1)
-            if num_microbatches is not None:
-                raise ValueError(
-                    "`num_microbatches` cannot be combined with `examples_per_user`: a user's rows "
-                    "already form one group. Received: "
-                    f"num_microbatches={num_microbatches!r}, "
-                    f"examples_per_user={examples_per_user!r}"
-                )
-        self.examples_per_user = examples_per_user
+        self.num_microbatches, self.examples_per_user = _checked_groups(
+            num_microbatches, examples_per_user
+        )
         steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.gradient_accumulation_steps = steps
         self.accumulator = Accumulator(steps) if steps > 1 else None
         strategy = get_strategy(noise)
-        self.ledger = Ledger(add_variable, strategy, examples_per_user)
+        self.ledger = Ledger(add_variable, strategy, self.examples_per_user)
         self._taken_over: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self.generator = _generator(
             checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
@@ -189,7 +179,11 @@ class GaussianMechanism:
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self.sizes = BatchSizes(
-            expected_batch_size, num_microbatches, examples_per_user, steps, add_variable
+            expected_batch_size,
+            self.num_microbatches,
+            self.examples_per_user,
+            steps,
+            add_variable,
         )
         self.seen = SeenDraws(self.ledger)
 
@@ -357,15 +351,14 @@ class GaussianMechanism:
             assert_true(tf.equal(batch.index_outside, 0), [_INDEX_OUTSIDE]),
             assert_true(tf.equal(batch.rows_differ, 0), [_OTHER_ROWS]),
         ]
+        arrived = _Arrived(size, public_size, number, order)
         # After the sums, so that a step that fails on its data releases and changes nothing.
         with tf.control_dependencies([*batch.flat(), *(r for r in rejects if r is not None)]):
             if self.accumulator is None:
                 complete = tf.constant(True)
-                noisy = self._release_at_once(batch, clip, size, number, order, public_size)
+                noisy = self._release_at_once(batch, clip, arrived)
             else:
-                complete, noisy = self._accumulate(
-                    self.accumulator, batch, clip, size, number, order, places, public_size
-                )
+                complete, noisy = self._accumulate(self.accumulator, batch, clip, arrived, places)
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
         return [None if s is None else next(released) for s in of_variables]
@@ -437,22 +430,14 @@ class GaussianMechanism:
             return tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
         return padding
 
-    def _release_at_once(
-        self,
-        batch: _Sums,
-        clip: tf.Tensor,
-        size: tf.Tensor,
-        number: Number | None,
-        order: Order | None,
-        public_size: bool | tf.Tensor,
-    ) -> list[tf.Tensor]:
+    def _release_at_once(self, batch: _Sums, clip: tf.Tensor, arrived: _Arrived) -> list[tf.Tensor]:
         """Releases a batch that did not arrive in parts."""
 
         def record() -> list[tf.Tensor]:
-            checked = self._check_order(order)
-            with tf.control_dependencies(self._remember(size, public_size, checked)):
-                draw = self.seen.add(number, tf.constant(True))
-                return self._record(batch, size, draw, checked).flat()
+            checked = self._check_order(arrived.order)
+            with tf.control_dependencies(self._remember(arrived, checked)):
+                draw = self.seen.add(arrived.number, tf.constant(True))
+                return self._record(batch, arrived.size, draw, checked).flat()
 
         return self._add_noise(batch, clip, _Recorded.of(self._turns.take(record)))
 
@@ -461,27 +446,24 @@ class GaussianMechanism:
         accumulator: Accumulator,
         part: _Sums,
         clip: tf.Tensor,
-        size: tf.Tensor,
-        number: Number | None,
-        order: Order | None,
+        arrived: _Arrived,
         places: Sequence[int],
-        public_size: bool | tf.Tensor,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.
         unit = tf.cast(clip, tf.float32)
 
         def add() -> list[tf.Tensor]:
-            checked = self._check_order(order)
+            checked = self._check_order(arrived.order)
             # A part that was drawn for another step fails here; under XLA it marks its batch.
             units = part._replace(
                 sums=[s / unit for s in part.sums],
                 out_of_order=tf.cast(~checked.in_order, tf.float32),
                 order_unknown=tf.cast(~checked.shown, tf.float32),
             )
-            with tf.control_dependencies(self._remember(size, public_size, checked)):
+            with tf.control_dependencies(self._remember(arrived, checked)):
                 totals, complete = accumulator.add(units.flat(), places)
-                return [*self.seen.add(number, complete), complete, *totals]
+                return [*self.seen.add(arrived.number, complete), complete, *totals]
 
         made = self._turns.take(add)
         num = len(Draw._fields)
@@ -496,8 +478,8 @@ class GaussianMechanism:
                     in_order=now.in_order & tf.equal(batch.out_of_order, 0),
                     shown=tf.equal(batch.order_unknown, 0),
                 )
-                with tf.control_dependencies(self._remember(size, public_size, order)):
-                    return self._record(whole, size, draw, order).flat()
+                with tf.control_dependencies(self._remember(arrived, order)):
+                    return self._record(whole, arrived.size, draw, order).flat()
 
             return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
 
@@ -577,18 +559,15 @@ class GaussianMechanism:
             rejects.append(assert_true(in_order, [_OUT_OF_ORDER, "Received: step", count]))
         return _OrderCheck([r for r in rejects if r is not None], fits & in_order, shown, groups)
 
-    def _remember(
-        self, size: tf.Tensor, public_size: bool | tf.Tensor, order: _OrderCheck
-    ) -> list[tf.Operation | tf.Tensor]:
+    def _remember(self, arrived: _Arrived, order: _OrderCheck) -> list[tf.Operation | tf.Tensor]:
         """What later batches are compared with; call it when the batch's turn comes.
 
         Args:
-          size: the rows of the batch, or of a part.
-          public_size: see `release`.
+          arrived: the batch, or a part.
           order: of this batch, or part. If it fails, nothing is written.
         """
         with tf.control_dependencies(order.rejects):
-            written = [*order.rejects, self.sizes.remember(size, public_size)]
+            written = [*order.rejects, self.sizes.remember(arrived.size, arrived.has_public_size)]
             if isinstance(self.generator, CorrelatedNoise) and order.groups is not None:
                 shown = order.in_order & order.shown
                 written.append(self.generator.keep(order.groups, shown))
@@ -694,6 +673,22 @@ class GaussianMechanism:
         """The standard deviation of the noise in the last released mean, σC/L; float32."""
         clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
         return tf.cast(self.relative_noise() * clip.read_value(), tf.float32)
+
+
+class _Arrived(NamedTuple):
+    """What a batch, or a part of one, shows of itself; see `GaussianMechanism.release`.
+
+    Attributes:
+      size: how many examples or users it has, padding included, on all replicas; int64 scalar.
+      has_public_size: whether that is public even if the expected size is given.
+      number: of the batch, or `None`.
+      order: which step it was drawn for, or `None`.
+    """
+
+    size: tf.Tensor
+    has_public_size: bool | tf.Tensor
+    number: Number | None
+    order: Order | None
 
 
 class _OrderCheck(NamedTuple):
@@ -814,6 +809,23 @@ def _not_finite(squared_norms: tf.Tensor) -> tf.Tensor:
 def _number_of(rows: tf.Tensor) -> tf.Tensor:
     """How many rows on all replicas are true, a float32 scalar."""
     return replicas.total(tf.reduce_sum(tf.cast(rows, tf.float32)))
+
+
+def _checked_groups(
+    num_microbatches: int | None, examples_per_user: int | None
+) -> tuple[int | None, int | None]:
+    """The two arguments by which rows form groups, of which at most one may be given."""
+    if num_microbatches is not None:
+        num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
+    if examples_per_user is not None:
+        examples_per_user = checks.integer("examples_per_user", examples_per_user, 1)
+        if num_microbatches is not None:
+            raise ValueError(
+                "`num_microbatches` cannot be combined with `examples_per_user`: a user's rows "
+                f"already form one group. Received: num_microbatches={num_microbatches!r}, "
+                f"examples_per_user={examples_per_user!r}"
+            )
+    return num_microbatches, examples_per_user
 
 
 def _generator(
