@@ -381,7 +381,7 @@ def test_other_events_must_be_a_list(events):
         planned(other_events=events)
 
 
-class Stops(keras.callbacks.Callback):
+class StopsAfterAnEpoch(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = True
 
@@ -394,7 +394,9 @@ def test_a_run_that_a_callback_stopped_says_that_it_will_go_on(tmp_path, capsys)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several models
             folder = tmp_path / str(says)
-            plan.fit(model_of(plan), X, Y, directory=folder, callbacks=Stops(), **kwargs)
+            plan.fit(
+                model_of(plan), X, Y, directory=folder, callbacks=StopsAfterAnEpoch(), **kwargs
+            )
         assert bool(re.search(said, capsys.readouterr().out, re.S)) == says
     plan.fit(model, X, Y, directory=folder, verbose=2)
     assert model.optimizer.ledger.num_releases == 16
@@ -585,11 +587,6 @@ def test_a_budget_without_a_plan_may_grow():
         model.fit(X, X[:, :3], batch_size=8, callbacks=[budget], verbose=0)
 
 
-class StopAfterAnEpoch(tf.keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = True
-
-
 @pytest.mark.slow
 def test_layers_may_be_thawed_after_some_epochs_of_a_plan():
     plan = planned()
@@ -598,7 +595,7 @@ def test_layers_may_be_thawed_after_some_epochs_of_a_plan():
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     first = plan.optimizer(dp.ADADP)
     model.compile(first, loss)
-    plan.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    plan.fit(model, X, Y, callbacks=[StopsAfterAnEpoch()], verbose=0)
     frozen = model.layers[0].get_weights()
     model.layers[0].trainable = True
     model.compile(type(first).from_config(first.get_config()), loss)
@@ -624,7 +621,7 @@ def test_a_phase_that_was_trained_outside_of_the_plan_is_no_part_of_its_statemen
     plan = planned()
     model = model_of(plan)
     model.layers[0].trainable = False
-    plan.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    plan.fit(model, X, Y, callbacks=[StopsAfterAnEpoch()], verbose=0)
     thawed(model)
     assert "8 noisy gradients" in plan.statement()  # nothing was trained since
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -652,7 +649,7 @@ def test_a_plan_does_not_take_batches_of_others_for_its_draws_in_a_second_phase(
     plan = planned(epochs=3)
     model = model_of(plan)
     model.layers[0].trainable = False
-    plan.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    plan.fit(model, X, Y, callbacks=[StopsAfterAnEpoch()], verbose=0)
     model.fit(X, Y, batch_size=8, verbose=0)
     thawed(model)
     with pytest.raises(NotPrivateError, match="8 of .* batches reached the optimizer without"):
@@ -691,7 +688,7 @@ def test_a_copy_knows_the_room_of_the_batches_before_it():
     longer = planned(epochs=40)
     assert longer.sampling.rows > plan.sampling.rows
     thawed(model)
-    longer.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    longer.fit(model, X, Y, callbacks=[StopsAfterAnEpoch()], verbose=0)
     drawn = longer.sampling.as_drawn(model.optimizer)
     assert drawn.max_batch_size == plan.sampling.max_batch_size
 

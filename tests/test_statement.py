@@ -14,6 +14,7 @@ import pytest
 
 import tf_adaptive_dp as dp
 from tests.helpers import HAS_TF_PRIVACY, tf_privacy
+from tests.helpers.sampled import fake_ledger
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.composition import (
@@ -32,10 +33,6 @@ from tf_adaptive_dp.sampling import (
 from tf_adaptive_dp.statement import privacy_statement
 
 N, DELTA = 60_000, 1e-5
-
-
-def fake_ledger(*segments, other_events=()):
-    return Releases([Segment(*s) for s in segments], other_events)
 
 
 def gaussians(*releases):

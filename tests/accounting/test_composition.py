@@ -13,6 +13,7 @@ from dp_accounting import pld, rdp
 from scipy.stats import norm
 
 from tests.helpers import tf_privacy
+from tests.helpers.sampled import fake_ledger
 from tf_adaptive_dp.accounting import accountants, composition
 from tf_adaptive_dp.accounting.composition import (
     dp_event,
@@ -25,10 +26,6 @@ from tf_adaptive_dp.accounting.ledger import BatchChecks, Ledger, Releases, Segm
 from tf_adaptive_dp.sampling import sampling_epsilon
 
 N, DELTA = 60_000, 1e-5
-
-
-def fake_ledger(*segments, other_events=()):
-    return Releases([Segment(*s) for s in segments], other_events)
 
 
 def subsampled(noise_multiplier, sampling_probability, steps):

@@ -6,18 +6,11 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import row_ties, zoo
+from tests.helpers.row_ties import floats, size
 
 KERNEL = tf.Variable(zoo.floats(4, seed=2))
 ROTATION = tf.keras.layers.RandomRotation(0.1, seed=1)
 TABLE = tf.Variable(tf.ones([9]), trainable=False)
-
-
-def size(x):
-    return tf.shape(x)[0]
-
-
-def floats(x):
-    return tf.cast(x, tf.float32)
 
 
 def repeated(x, loss):
