@@ -975,7 +975,7 @@ def test_a_process_with_noise_and_without_ledger_is_warned_of(process, tmp_path)
 
 
 def test_a_wrong_delta_is_refused_before_anything_happens(process, tmp_path):
-    sampler = real_rounds.sampler("gaussian")
+    sampler = real_rounds.sampler("gaussian", rounds.KEY)  # whose first cohort has somebody
     with pytest.raises(ValueError, match="`delta` must"):
         program.train(process, real_rounds.dataset, sampler, 1, tmp_path / "run", delta=1.0)
     assert not (tmp_path / "run").exists()
