@@ -58,23 +58,23 @@ def settle_batch_size(optimizer: Any) -> None:
     if fit is None:
         return
     sizes = fit.sizes_of_batches()
-    plain = groups is None and optimizer.examples_per_user is None and num_replicas() == 1
-    if plain and sizes is not None and seen in (0, sizes[0]):
+    can_take = groups is None and optimizer.examples_per_user is None and num_replicas() == 1
+    if can_take and sizes is not None and seen in (0, sizes[0]):
         with tf.init_scope():
             optimizer.take_batch_size(sizes[0])
         return
-    attribute = ""
-    if plain and sizes is None:
-        attribute = ", give the `PyDataset` an attribute `batch_size`"
-    if sizes is None or sizes[1] is None:
-        sizes = fit.sizes_of_ends()
-    if sizes is None:
+    is_last_known = sizes is not None and sizes[1] is not None
+    first_and_last = sizes if is_last_known else fit.sizes_of_ends()
+    if first_and_last is None:
         return  # the last one may be as large as the others
+    first, last = first_and_last
     given = "" if groups is None else f", num_microbatches={groups}"
-    without = "" if groups is None else " without `num_microbatches`"
+    cures = "" if groups is None else " without `num_microbatches`"
+    if can_take and sizes is None:
+        cures += ", give the `PyDataset` an attribute `batch_size`"
     raise ValueError(
-        f"Batches vary in size: `fit` would get batches of {sizes[0]} examples, and a last one of "
-        f"{sizes[1]}. Pass `expected_batch_size` to the optimizer{without}{attribute}, or make all "
+        f"Batches vary in size: `fit` would get batches of {first} examples, and a last one of "
+        f"{last}. Pass `expected_batch_size` to the optimizer{cures}, or make all "
         "batches equal (a `tf.data.Dataset` with `batch(..., drop_remainder=True)`). Received: "
         f"expected_batch_size={expected}{given}"
     )
