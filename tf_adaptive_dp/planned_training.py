@@ -625,7 +625,7 @@ def _require_finite_weights(model: keras.Model) -> None:
         raise ValueError(
             "The model's weights must be finite, or every gradient would count as zero, and all of "
             "epsilon would be spent on noise. A layer that is adapted to data with missing values "
-            "has NaN for statistics: fill the values in before. Received: NaN or infinity in "
+            "has NaN for statistics: fill in those values first. Received: NaN or infinity in "
             f"{', '.join(map(repr, inner or [model.name]))}"
         )
 
@@ -676,7 +676,7 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
         warnings.warn(
             "Some examples have values that are NaN or infinite. If the model's gradient is not "
             "finite for them, they count as zero, so that it learns nothing from them while ε is "
-            "spent as before. Fill missing values in with constants that are public.",
+            "spent as before. Fill in missing values with public constants.",
             stacklevel=level_of_caller(),
         )
     batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])

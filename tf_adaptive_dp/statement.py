@@ -570,8 +570,8 @@ def _less_room(drawn: Any, sampling: Any, unit: Unit) -> str:
         return ""
     return list_item(
         f"the first {unit.batches} had room for {counted(drawn.max_batch_size, unit.one)}, not for "
-        f"{sampling.max_batch_size} as those of the sampling; epsilon counts as if all had the "
-        "smaller room"
+        f"{sampling.max_batch_size} like those of the sampling; epsilon is computed as if all had "
+        "the smaller room"
     )
 
 

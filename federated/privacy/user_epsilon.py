@@ -51,8 +51,9 @@ was there. Each counts as a user who sends zeros: the sums were divided by the e
 drawn cohorts, and epsilon is for these."""
 
 _RELEASES_UNKNOWN = """\
-Nobody verified that the process kept and released nothing else of the users: its rounds were no
-TensorFlow Federated computation that the library could read. This epsilon holds only if so."""
+Nobody verified that the process kept and released nothing else about the users: its rounds were not
+a TensorFlow Federated computation that the library could read. This epsilon holds only if it did
+not."""
 
 _NOT_PROTECTED = """\
 Not protected: what TFF reports about the clients' training without noise ("client_work": losses,

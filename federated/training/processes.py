@@ -134,8 +134,9 @@ def build_adaptive_fed_avg(
     if not isinstance(model_aggregator, tff.aggregators.WeightedAggregationFactory):
         raise TypeError(
             "`model_aggregator` must be a `tff.aggregators.WeightedAggregationFactory`; "
-            "`tff.aggregators.as_weighted_aggregator` makes one of an unweighted one, and privacy "
-            f"is for `build_dp_fed_avg`. Received: model_aggregator={model_aggregator!r}"
+            "`tff.aggregators.as_weighted_aggregator` makes one from an unweighted factory. For "
+            "privacy, use `build_dp_fed_avg`. Received: "
+            f"model_aggregator={model_aggregator!r}"
         )
     by_examples = tff.learning.ClientWeighting.NUM_EXAMPLES
     weighting = by_examples if weighted else tff.learning.ClientWeighting.UNIFORM

@@ -154,7 +154,7 @@ def test_the_statement_is_about_the_room_that_batches_had():
     ):
         text = dp.privacy_statement(trained(rows), N, DELTA, sampling=claimed)
         text = " ".join(text.split())
-        assert said in text and f"had room for {rows} examples, not for 200 as those" in text
+        assert said in text and f"had room for {rows} examples, not for 200 like those" in text
     assert "room" not in dp.privacy_statement(trained(200), N, DELTA, sampling=claimed)
 
 

@@ -367,7 +367,7 @@ class PrivacyMonitor(PrivateCallback):
             "nothing from them, while ε is spent as before. If the loss that `fit` prints is NaN, "
             "missing values in the data are one cause, a learning rate that is too large is "
             "another: `validation.validate(model, batch)` names the examples of a batch. Fill "
-            "missing values in with constants that are public, and clip indices.",
+            "in missing values with public constants, and clip indices.",
             stacklevel=2,
         )
 

@@ -53,7 +53,7 @@ _STATISTICS = (
     "them. Leave them out, keep them in a metric, or reset them before you share the model."
 )
 _NOT_RELEASED = (
-    "The training step changes trainable weights by data of its batches, and not by released "
+    "The training step changes trainable weights by data of its batches instead of by released "
     "gradients: {names}. They are trained without clipping and noise, and ε does not cover them. "
     "Let the private optimizer train them too, or keep private data out of their loss."
 )

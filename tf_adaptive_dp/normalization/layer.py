@@ -264,7 +264,7 @@ class PrivateNormalization(keras.layers.Layer):
             warnings.warn(
                 "The private normalization found nothing that stands out from its noise, and "
                 f"leaves {'outputs' if self.invert else 'inputs'} as they are from now on. It "
-                "needs more examples, or less noise, that is, a larger epsilon of the plan. "
+                "needs more examples, or less noise, that is, a plan with a larger epsilon. "
                 "Otherwise scale them by public constants (`keras.layers.Rescaling`) and leave "
                 "this layer out. Received: "
                 f"{examples.num_units} of them, noise with standard deviation "

@@ -18,8 +18,8 @@ DEFAULT = 1024.0
 LARGEST = 2.0**24
 WRAPPED = (
     "A LossScaleOptimizer around this optimizer would scale the loss before gradients are clipped. "
-    "Received: one. Pass the optimizer itself, which scales the loss and undoes that before "
-    "clipping (argument `loss_scale`)."
+    "Received: an optimizer inside of one. Pass the optimizer itself, which scales the loss and "
+    "undoes that before clipping (argument `loss_scale`)."
 )
 
 

@@ -128,7 +128,7 @@ def _refuse_dataset(data: tf.data.Dataset) -> None:
     refuse_ties(data, batched=True)
     for method in copies_in_batches(data):
         raise NotPrivateError(
-            "No batch may hold an example several times: it would move the sum by as many times "
+            "No batch may hold an example several times: it would move the sum by that many times "
             f"C. Received: a `tf.data.Dataset` {_COPIES[method]}"
         )
 

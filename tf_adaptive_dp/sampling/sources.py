@@ -136,8 +136,8 @@ def refuse_ties(dataset: tf.data.Dataset, batched: bool) -> None:
     """
     for method in ties_between_examples(dataset):
         raise NotPrivateError(
-            "No example may change what becomes of the others: clipping bounds what it adds itself "
-            f"and nothing else. Received: a `tf.data.Dataset` with `{method}`, {_TIES[method]}"
+            "No example may change what becomes of the others: clipping bounds only what it adds "
+            f"itself. Received: a `tf.data.Dataset` with `{method}`, {_TIES[method]}"
         )
     for batch, results in maps_of_batches(dataset, batched, until=is_draw):
         mixed = mixed_rows(batch, results)

@@ -139,8 +139,8 @@ def checked_ids(user_ids: Any) -> np.ndarray:
       TypeError, ValueError: see `UserRecords`.
     """
     several = (
-        "Each example must belong to one user. Received: {what}. A record of several people, such "
-        "as a message, is protected for none of them by clipping the gradient of one: removing "
+        "Each example must belong to one user. Received: {what}. If a record is about several "
+        "people, as a message is, clipping the gradient of one of them protects none: removing "
         "another of them would change that gradient too. Drop such records: whether a record has "
         "several ids depends on the record alone, so dropping costs no privacy."
     )

@@ -143,7 +143,7 @@ def _unreleased(graph: tf.Graph, model: tf.keras.Model, private: bool) -> list[F
         found.append(("statistics", variable, what, _KEEP_ELSEWHERE))
     for variable in written_from_data(Frame(graph), trained_weights(model) if private else ()):
         what = (
-            f"The training step changes {path_of(variable)} by data of its batches, and not by "
+            f"The training step changes {path_of(variable)} by data of its batches instead of by "
             "released gradients: it is trained without clipping and noise, and ε does not cover it."
         )
         found.append(("not private", variable, what, _TRAIN_PRIVATELY))

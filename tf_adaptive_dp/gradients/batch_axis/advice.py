@@ -52,7 +52,7 @@ _OWN = (
 )
 _PREPROCESS = (
     "The layer prepares inputs and looks at several examples for that, as RandAugment, MixUp and "
-    "CutMix do, or in a way that cannot be told from it. Leave it out of the model. If it also "
+    "CutMix do, or the library cannot tell that it does not. Leave it out of the model. If it also "
     "makes sense for one example, apply it to each on its own in the data set: `dataset.map` "
     "before `batch`, or `tf.map_fn` in batches, as those of `plan.batches` (a plan reads each "
     "example once)."
