@@ -276,6 +276,16 @@ def check_optimizer(model: tf.keras.Model) -> None:
             f"`tf_adaptive_dp.DPAdamWOSM`. Received: optimizer={optimizer!r}"
         )
     optimizer = private_optimizer(model)
+    _check_unit(optimizer)
+    _check_counted(model, optimizer)
+    if optimizer.seed is not None:
+        _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
+    if models.tunes_steps_per_call(model):
+        _refuse("must run a fixed number of steps per call", "auto-tuned steps_per_execution")
+
+
+def _check_unit(optimizer: Any) -> None:
+    """Raises NotPrivateError unless each example of a batch of known size is clipped alone."""
     if optimizer.expected_batch_size is None:
         _refuse("must know its batch size: pass `expected_batch_size`", "expected_batch_size=None")
     if optimizer.num_microbatches is not None:
@@ -290,6 +300,10 @@ def check_optimizer(model: tf.keras.Model) -> None:
             "`examples_per_user`",
             f"examples_per_user={optimizer.examples_per_user}",
         )
+
+
+def _check_counted(model: tf.keras.Model, optimizer: Any) -> None:
+    """Raises NotPrivateError if a model releases something that the search does not count."""
     if optimizer.ledger.num_releases:
         _refuse(
             "must be created anew in each call of `build_model`",
@@ -322,10 +336,6 @@ def check_optimizer(model: tf.keras.Model) -> None:
             "must be the model's only private one: the search counts no other",
             f"a model with another one, {', '.join(map(repr, others))}",
         )
-    if optimizer.seed is not None:
-        _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
-    if models.tunes_steps_per_call(model):
-        _refuse("must run a fixed number of steps per call", "auto-tuned steps_per_execution")
 
 
 def batch_size_and_parts(model: tf.keras.Model) -> tuple[float, int]:
