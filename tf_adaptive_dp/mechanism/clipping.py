@@ -19,7 +19,7 @@ from tf_adaptive_dp._keras.generation import keras
 
 # The range of C. It is far wider than any use, and float32 holds the squares of such norms.
 SMALLEST, LARGEST = 1e-12, 1e12
-# In place of a number: C is found in the first batches.
+# In place of a number: the first batches measure C.
 MEASURED = "measured"
 
 
