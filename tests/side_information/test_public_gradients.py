@@ -217,10 +217,10 @@ def test_public_data_of_other_examples_are_not_warned_of():
     }
     for name, (of_public, (private_x, private_y)) in apart.items():
         for private in (private_x, of_all(private_x, private_y).batch(4), [1, 2], None):
-            found = disjoint.copies_among(of_all(*of_public).batch(2), private)
+            found = disjoint.copies_of_first(of_all(*of_public).batch(2), private)
             assert not found, name
-    assert disjoint.copies_among(of_all(x, y).batch(2), x) == 32
-    assert disjoint.copies_among(of_all({"a": x}, y).batch(2), {"a": tf.constant(x)}) == 32
+    assert disjoint.copies_of_first(of_all(x, y).batch(2), x) == 32
+    assert disjoint.copies_of_first(of_all({"a": x}, y).batch(2), {"a": tf.constant(x)}) == 32
 
 
 def test_a_plan_refuses_to_train_on_the_public_data_set_itself():

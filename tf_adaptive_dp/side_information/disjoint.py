@@ -14,7 +14,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras import datasets
 from tf_adaptive_dp.errors import NotPrivateError
 
-# How many public examples `copies_among` compares with all private ones.
+# How many public examples `copies_of_first` compares with all private ones.
 _LOOKED_UP = 32
 
 
@@ -140,10 +140,11 @@ def check_disjoint(public: Any, private: Any) -> None:
         )
 
 
-def copies_among(public: tf.data.Dataset, private: Any) -> int:
-    """How many public examples were looked up, if all of them are among the private ones.
+def copies_of_first(public: tf.data.Dataset, private: Any) -> int:
+    """How many of the first public examples are among the private ones: all of them, or none.
 
-    It is quick and finds a share of the same arrays, or copies of it, and not single examples.
+    It is quick and finds a share of the same arrays, or copies of it, and not single examples. For
+    these, `check_disjoint` hashes all examples of both, which takes too long for each `fit`.
 
     Args:
       public: a data set of examples, or of batches of them, which it looks up before they are
@@ -151,8 +152,8 @@ def copies_among(public: tf.data.Dataset, private: Any) -> int:
       private: such a data set, or arrays of x.
 
     Returns:
-      0 if one of them is not among the private ones, or if that is unknown: for private data that
-      are no arrays, or have other features.
+      The number of examples that were looked up. 0 if one of them is not among the private ones,
+      or if that is unknown: for private data that are no arrays, or have other features.
     """
     if isinstance(private, tf.data.Dataset):
         arrays = datasets.arrays_of(private)

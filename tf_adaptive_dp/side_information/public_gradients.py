@@ -22,7 +22,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
-from tf_adaptive_dp.side_information.disjoint import check_disjoint, copies_among
+from tf_adaptive_dp.side_information.disjoint import check_disjoint, copies_of_first
 from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
 from tf_adaptive_dp.update_rules import effective_step_size, second_moment
 
@@ -193,7 +193,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
                 f"dataset={self.dataset!r}, and {data!r} of the same examples. Use other public "
                 "data, or take some of these out: `side_information.split_public`."
             )
-        number = copies_among(self.dataset, data)
+        number = copies_of_first(self.dataset, data)
         if number:
             message = _AMONG_PRIVATE.format(number=number)
             warnings.warn(message, stacklevel=level_of_caller())
