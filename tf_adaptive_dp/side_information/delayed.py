@@ -113,18 +113,7 @@ class DelayedPreconditioner(SideInformation):
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Takes in a released gradient, and changes A when a window is complete.
 
-        Args:
-          state: what `build` returned.
-          indices: the places of the variables among those passed to `build`.
-          released: noisy mean gradients, or `None` where the loss does not depend on the variable.
-          scales: what they were multiplied by before they were clipped.
-          noise_stddev: scalar, the standard deviation of their noise.
-          counts: bool scalar, whether these are gradients; otherwise nothing is done.
-          may_change: bool scalar, whether the next minibatch may have another A.
-
-        Returns:
-          A bool scalar, whether it has; and for each variable [2], float64, the smallest and the
-          largest ratio of the next A to the present one.
+        See `SideInformation`.
         """
         (observed, changed_at), sums, noise, own = state
         seen = observed + tf.cast(counts, observed.dtype)
