@@ -1227,12 +1227,16 @@ def test_inputs_and_targets_in_raw_units_are_warned_of(units):
         assert text in str(warned.message) and warned.filename == __file__
 
 
-def test_prices_are_warned_of_before_a_model_is_built():
+def test_prices_and_small_weights_are_warned_of_before_a_model_is_built():
     plan = planned(epochs=1)
     made = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     made.compile(plan.optimizer(dp.ADADP), "mse")
-    with pytest.warns(UserWarning, match="Targets have magnitudes up to"):
-        plan.fit(made, X, 1e5 * X[:, 0], verbose=0)
+    small = np.full([len(X)], 0.01)
+    with (
+        pytest.warns(UserWarning, match="Targets have magnitudes up to"),
+        pytest.warns(UserWarning, match="Sample or class weights are at most 0.01. "),
+    ):
+        plan.fit(made, X, 1e5 * X[:, 0], small, verbose=0)
 
 
 def test_missing_values_are_warned_of_before_a_step():

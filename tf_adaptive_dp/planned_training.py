@@ -60,7 +60,7 @@ from tf_adaptive_dp.sampling.sources import (
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 from tf_adaptive_dp.validation.layer_findings import has_own, named_layers, needs_targets
-from tf_adaptive_dp.validation.unit_findings import unit_findings
+from tf_adaptive_dp.validation.unit_findings import small_weight_findings, unit_findings
 
 # What Python, Keras and TensorFlow say if a step takes a batch of three parts for one of others.
 _OF_TUPLES = (
@@ -680,7 +680,12 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
             stacklevel=level_of_caller(),
         )
     batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
-    for found in unit_findings(model, getattr(model, "loss", None), batch):
+    findings = unit_findings(model, getattr(model, "loss", None), batch)
+    if isinstance(source, Arrays) and len(source.structure) > 2:
+        findings += small_weight_findings(
+            model, tf.nest.map_structure(tf.convert_to_tensor, source.structure[2])
+        )
+    for found in findings:
         warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
 
 

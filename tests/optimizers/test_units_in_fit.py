@@ -22,7 +22,7 @@ def warned(x=UNIT, y=LABELS, model=None, epochs=1, **kwargs):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         model.fit(x, y, batch_size=10, epochs=epochs, verbose=0, **kwargs)
-    mine = [w for w in caught if "magnitude" in str(w.message) or "weights go" in str(w.message)]
+    mine = [w for w in caught if "magnitude" in str(w.message) or "class weights" in str(w.message)]
     assert all(w.filename == __file__ or "keras" in w.filename for w in mine)
     return " ".join(str(w.message) for w in mine)
 
@@ -34,6 +34,7 @@ def warned(x=UNIT, y=LABELS, model=None, epochs=1, **kwargs):
         ({"y": PRICES, "epochs": 2}, "Targets have magnitudes up to"),
         ({"sample_weight": np.full([40], 8.0)}, "Sample or class weights go up to 8. "),
         ({"class_weight": {0: 1.0, 1: 5.0}}, "Sample or class weights go up to 5. "),
+        ({"class_weight": {0: 0.0002, 1: 0.01}}, "Sample or class weights are at most 0.01. "),
         ({"x": tf.constant(PIXELS)}, "Inputs have magnitudes up to"),
     ],
 )
@@ -47,6 +48,7 @@ def test_data_in_order_and_data_that_cannot_be_seen_are_not_mentioned():
         [tf.keras.Input([6]), tf.keras.layers.Rescaling(1 / 255), tf.keras.layers.Dense(1)]
     )
     assert not warned()
+    assert not warned(sample_weight=np.where(np.arange(40) == 5, 1.0, 0.01))  # a rare class
     assert not warned(PIXELS, model=scaled)
     batches = tf.data.Dataset.from_tensor_slices((PIXELS, LABELS)).batch(10)
     model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(1)])

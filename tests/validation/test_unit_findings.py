@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp.validation.unit_findings import unit_findings
+from tf_adaptive_dp.validation.unit_findings import small_weight_findings, unit_findings
 
 layers = tf.keras.layers
 RANDOM = np.random.default_rng(0)
@@ -104,6 +104,19 @@ def test_weights_that_clipping_undoes_are_warned_of():
     (what,) = says(weights)
     assert what.startswith("Sample or class weights go up to 8. ")
     assert not says(weights / 8) and not says()
+
+
+def test_weights_that_are_lost_in_the_noise_are_warned_of():
+    model = sequential([6])
+
+    def says(*weights):
+        return [f.what for f in small_weight_findings(model, tf.constant(weights))]
+
+    (what,) = says(0.0, 0.01)
+    assert what.startswith("Sample or class weights are at most 0.01. ")
+    assert not says(0.01, 1.0) and not says(0.0, 0.0) and not small_weight_findings(model, None)
+    model.compile(dp.ADADP("measured", 1.0), "mse")
+    assert not says(0.0, 0.01)
 
 
 def test_class_numbers_and_losses_of_other_kinds_are_no_units():

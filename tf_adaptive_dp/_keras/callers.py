@@ -192,8 +192,8 @@ class RunningFit:
         """Examples from all over the arrays, at most so many.
 
         Returns:
-          (x, y, weights), nests of arrays; the weights are those of `class_weight` if there are no
-          others. `None` for data that are not dense arrays.
+          (x, y, weights), nests of arrays; the weights are those of all examples, or those of
+          `class_weight` if there are no others. `None` for data that are not dense arrays.
         """
         x, y, weights = (self._variables.get(name) for name in ("x", "y", "sample_weight"))
         parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
@@ -203,7 +203,8 @@ class RunningFit:
         def some(part: Any) -> np.ndarray | None:
             return None if part is None else np.asarray(part[:: -(-len(part) // most) or 1])
 
-        x, y, weights = tf.nest.map_structure(some, (x, y, weights))
+        x, y = tf.nest.map_structure(some, (x, y))
+        weights = tf.nest.map_structure(np.asarray, weights) if weights is not None else None
         if weights is None and self._variables.get("class_weight"):
             weights = np.array(list(self._variables["class_weight"].values()))
         return x, y, weights

@@ -15,7 +15,7 @@ from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
 from tf_adaptive_dp.optimizers.refusals import refuse_rates
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
-from tf_adaptive_dp.validation.unit_findings import unit_findings
+from tf_adaptive_dp.validation.unit_findings import small_weight_findings, unit_findings
 
 # What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
 _PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE", "WITHOUT_SEARCH")
@@ -117,6 +117,7 @@ def warn_of_units(optimizer: Any) -> None:
             return
         tensors = tf.nest.map_structure(lambda p: None if p is None else _tensor(p), batch)
         findings = unit_findings(fit.model, getattr(fit.model, "loss", None), tensors)
+        findings += small_weight_findings(fit.model, tensors[2])
     for finding in findings:
         warnings.warn(f"{finding.what} {finding.fix}", stacklevel=level_of_caller())
 

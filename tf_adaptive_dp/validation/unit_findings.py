@@ -184,6 +184,32 @@ def _of_weights(weights: Any) -> list[Finding]:
     ]
 
 
+def small_weight_findings(model: tf.keras.Model, weights: Any) -> list[Finding]:
+    """Warns of weights that are all so small that gradients are lost in the noise.
+
+    Args:
+      model: see `unit_findings`.
+      weights: the sample weights of all examples, or the weights of all classes: the largest may
+        be that of a rare class.
+    """
+    parts = [_numbers(part) for part in tf.nest.flatten(weights)]
+    largest = max((_largest(part) for part in parts if part is not None), default=0.0)
+    if not 0 < largest < _SMALL or _finds_units(model):
+        return []
+    return [
+        Finding(
+            "units",
+            "batch",
+            f"Sample or class weights are at most {largest:.2g}. Gradients are weighted before "
+            "they are clipped, so they are far smaller than `l2_norm_clip`, and the noise is as "
+            "large as ever: the model learns little.",
+            "Divide all weights by the largest one, which should not depend on private data; see "
+            "docs/how-to/class-weights.md.",
+            "warning",
+        )
+    ]
+
+
 def _read_as_given(model: tf.keras.Model, inputs: Any) -> dict[str, list[np.ndarray]]:
     """The inputs that trained layers get as they are, by the names of these layers.
 
