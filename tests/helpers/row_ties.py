@@ -50,6 +50,14 @@ def before_a_loop(x, loss):
     return tf.while_loop(lambda i, _: i < 2, body, [0, rows(x)])[1]
 
 
+def loop_of_blocks(x, loss, state):
+    """The rows of example i are i, B + i and 2 B + i, which a public state of 3 B rows hides."""
+    flat = tf.reshape(tf.stack([loss, 2.0 * loss, 3.0 * loss]), [3 * size(x)])
+    body = lambda i, s: (i + 1, s + 0.1 * flat * (s + 1.0))  # noqa: E731
+    end = tf.while_loop(lambda i, _: i < 2, body, [0, state])[1]
+    return tf.reduce_sum(tf.reshape(end, [3, size(x)]), axis=0)
+
+
 def in_a_loop(x, loss):
     """The state of a loop is the same for all rows at first."""
 
@@ -83,6 +91,10 @@ def noise(x, seed):
 
 TIED = {
     "range": lambda x, loss: loss * rows(x),
+    # As if the rows of an example were neighbors, all examples would get the same numbers.
+    "before a loop of blocks": lambda x, loss: loop_of_blocks(
+        x, loss, tf.tile(tf.constant([1.0, 2.0, 3.0]), [size(x)])
+    ),
     "cumsum of ones": lambda x, loss: loss * (tf.cumsum(tf.ones_like(loss)) - 2.0),
     "weights of a constant": fixed(CAPTURED),
     "weights of an array": lambda x, loss: loss * tf.slice(tf.constant(WEIGHTS), [0], [size(x)]),
@@ -176,6 +188,9 @@ SAME = {
         + tf.reduce_sum(
             tf.linalg.matvec(tf.linalg.band_part(tf.ones([size(x), 4, 4]), -1, 0), x), axis=1
         )
+    ),
+    "state before a loop of blocks": lambda x, loss: loop_of_blocks(
+        x, loss, tf.zeros([3 * size(x)])
     ),
     "state before a loop": lambda x, loss: tf.while_loop(
         lambda i, _: i < 2, lambda i, s: (i + 1, s + loss), [0, tf.zeros([size(x)])]

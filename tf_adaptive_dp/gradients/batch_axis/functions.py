@@ -21,6 +21,7 @@ from tf_adaptive_dp.gradients.batch_axis.ragged import TO_LONGEST
 from tf_adaptive_dp.gradients.batch_axis.sizes import Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
+    BatchAxis,
     CrossExample,
     DataIndependent,
     Layout,
@@ -160,7 +161,8 @@ def loop(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     while True:  # each pass makes a layout known, mixed or dependent, or is the last
         inside = [v if same[k] else _changing(v, body, k) for k, v in enumerate(state)]
         found = of_function(batch_axes, body, inside, op, "body", given, counters, is_loop=True)
-        after = [join(op, a, _after(b, body, k)) for k, (a, b) in enumerate(zip(state, found))]
+        ends = [_after(value, body, k) for k, value in enumerate(found)]
+        after = [join(op, *_by_data(a, b)) for a, b in zip(state, ends)]
         if after == state:
             break
         state = after
@@ -168,7 +170,8 @@ def loop(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     if isinstance(choice, CrossExample) and choice.why == TO_LONGEST:
         return choice  # the loop visits the words of a batch, as that of a recurrent layer does
     if not isinstance(choice, (DataIndependent, OneExample)):
-        return CrossExample(op, "is a loop whose length depends on the data")
+        mixed = (v for v in _values(op, batch_axes) if isinstance(v, CrossExample))
+        return next(mixed, CrossExample(op, "is a loop whose length depends on the data"))
     return [v if fixed else _chosen(op, v, choice) for v, fixed in zip(state, same)]
 
 
@@ -189,6 +192,22 @@ def _after(value: Value, body: tf.Graph, k: int) -> Value:
     if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
         return value
     return value._replace(tied=value.tied - {body})
+
+
+def _by_data(one: Value, other: Value) -> tuple[Value, Value]:
+    """Two values of a loop variable, without the batch axis of a public one if the other has data.
+
+    Zeros for 5 B rows may belong to the examples in blocks of 5 or 5 times in turn: only the data
+    tell. `row_ties` then demands that the public value is the same for all examples on that axis.
+    """
+    return _unless_placed_by(other, one), _unless_placed_by(one, other)
+
+
+def _unless_placed_by(data: Value, value: Value) -> Value:
+    """A value, or a public one without its batch axis if the other value has one from the data."""
+    if not isinstance(value, DataIndependent) or not isinstance(value.layout, BatchAxis):
+        return value
+    return value._replace(layout=None) if isinstance(data, BatchAxis) else value
 
 
 def _counters_of_examples(
