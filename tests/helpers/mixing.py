@@ -186,6 +186,10 @@ MIXING = {
     "gather": lambda h, y, k: tf.gather(h, PERMUTATION),
     "gather by the data": lambda h, y, k: tf.gather(h, k),
     "gather_nd": lambda h, y, k: tf.gather_nd(h, PERMUTATION[:, tf.newaxis]),
+    "segments of examples": lambda h, y, k: tf.math.unsorted_segment_sum(h, [0, 1, 0, 2], 4),
+    "segments by the data": lambda h, y, k: tf.transpose(
+        tf.math.unsorted_segment_sum(tf.transpose(h), k, 4)
+    ),
     "boolean_mask": lambda h, y, k: h + tf.reduce_sum(positive(h, y), 0),
     "rows of boolean_mask": lambda h, y, k: h / tf.cast(tf.shape(positive(h, y))[0], tf.float32),
     "ones like rows of boolean_mask": lambda h, y, k: (

@@ -80,6 +80,21 @@ def test_the_same_block_of_each_example(mode):
     check(network(layers.Lambda(crop, output_shape=(2, 3)), zoo.floats(4, 4, 4)), mode, False)
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("reduce", ["unsorted_segment_mean", "unsorted_segment_max", "segment_sum"])
+def test_messages_between_the_nodes_of_each_graph(reduce, mode):
+    """Graphs with the same edges, as in Keras's own example of a traffic forecast."""
+    sources, targets = [2, 0, 1, 0], [0, 1, 1, 2]
+
+    def pass_on(h):
+        messages = tf.gather(tf.transpose(h, [1, 0, 2]), sources)
+        number = [3] if reduce.startswith("unsorted") else []
+        received = getattr(tf.math, reduce)(messages, targets, *number)
+        return tf.ensure_shape(tf.transpose(received, [1, 0, 2]), [None, 3, 4])
+
+    check(network(layers.Lambda(pass_on, output_shape=(3, 4)), zoo.floats(4, 3, 4)), mode)
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(apart.PREPROCESSING))
 def test_layers_of_integers(name, mode):

@@ -50,6 +50,9 @@ COUNTING = {
     "sum over an axis of that length": lambda x, loss: tf.reduce_sum(
         loss[:, None] * tf.ones([1, size(x)]), axis=1
     ),
+    "segments of an axis of that length": lambda x, loss: tf.math.unsorted_segment_sum(
+        tf.ones([size(x), 1]) * loss, tf.zeros([size(x)], tf.int32), 1
+    )[0],
     "mean of ones": lambda x, loss: loss * tf.reduce_mean(tf.ones([size(x)])),
     "softmax of ones": lambda x, loss: loss * tf.nn.softmax(tf.ones([size(x)]))[0],
     "maximum of a range": lambda x, loss: loss * floats(tf.reduce_max(tf.range(size(x)))),

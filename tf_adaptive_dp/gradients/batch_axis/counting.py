@@ -25,6 +25,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     PRODUCTS,
     RANDOM,
     REDUCTIONS,
+    SEGMENTS,
     SHAPE_ONLY,
     TRAILING,
     product_terms,
@@ -203,6 +204,9 @@ class _Counting:
         if op.type == "GatherV2":
             axis = static_value(op.inputs[2])
             return axis is None or int(axis) % rank in wide
+        if op.type in SEGMENTS:
+            reduced = op.inputs[1].shape.rank
+            return reduced is None or any(a < reduced for a in wide)
         if op.type in ("Slice", "StridedSlice"):
             return self._picks(op, output)
         if op.type in ("Split", "SplitV"):

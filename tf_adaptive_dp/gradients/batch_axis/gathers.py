@@ -1,10 +1,11 @@
-"""What operations that gather rows of a table do to the batch axis."""
+"""What operations that gather rows, or reduce them by segments, do to the batch axis."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp.gradients.batch_axis.operation_types import SEGMENTS
 from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, unless_cross_example
 from tf_adaptive_dp.gradients.batch_axis.rows_outside import batch_dims_of, stays_within
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
@@ -112,6 +113,25 @@ def gather_nd(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if layout.axis == indices.shape.rank - 1:
         return CrossExample(op, "picks examples by index")
     return layout
+
+
+@register_layout(*SEGMENTS)
+@unless_cross_example
+def segments(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Reduces rows of each example, such as the nodes of a graph, by public segment ids.
+
+    The leading axes, as many as the ids have, become one. All others are kept, and each of their
+    entries is reduced on its own, in the backward pass too.
+    """
+    rows, ids = op.inputs[:2]
+    if any(map(batch_axes.depends, op.inputs[1:])):
+        return CrossExample(op, "has segments that depend on the data")
+    if ids.shape.rank is None:
+        return CrossExample(op, "has segments of unknown rank", is_certain=False)
+    layout = batch_axes.axis_of(rows)
+    if layout.axis < ids.shape.rank:
+        return CrossExample(op, "reduces over the batch axis")
+    return layout.at(layout.axis - ids.shape.rank + 1)
 
 
 @register_layout("LookupTableFindV2")

@@ -77,6 +77,12 @@ UNCHANGED = frozenset({"Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape
 SCALINGS = frozenset({"DivNoNan", "Mul", "RealDiv"})
 
 REDUCTIONS = {"All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"}
+# They reduce the rows that have the same segment id; the ids are their second input.
+SEGMENTS = {
+    *"SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd".split(),
+    *"SegmentProdV2 SegmentSum SegmentSumV2 UnsortedSegmentMax UnsortedSegmentMin".split(),
+    *"UnsortedSegmentProd UnsortedSegmentSum".split(),
+}
 
 # Only the shape of the input matters.
 SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank"}
