@@ -145,7 +145,12 @@ TRAINED = {
     ),
     "groups": ({}, setting("num_microbatches", 2), AttributeError, "num_microbatches"),
     "clipping": ({}, setting("clipping", "automatic"), AttributeError, "clipping"),
-    "foreign": ({}, apply_foreign, P, r"only gradients .*: other gradients, for \S*hidden/kernel,"),
+    "foreign": (
+        {},
+        apply_foreign,
+        P,
+        r"only gradients .*: other gradients, for \S*hidden/kernel, \S+, \S+ and \d+ more\. ",
+    ),
     "no pairs": ({}, calling("apply_gradients", 5), T, "not iterable"),
     "no tape": ({}, lambda m: minimize(m, tf.ones([3])), V, "`tape` must be the tape"),
     "list": ({}, lambda m: minimize(m, [1.0], tape=tf.GradientTape()), T, r"loss=\[1.0\]"),

@@ -277,10 +277,11 @@ def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
     """Rejects gradients that did not come from the mechanism."""
     foreign = [path_of(v) for g, v in grads_and_vars if g is not None and completion(g) is None]
     if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise NotPrivateError(
             f"{APPLYING} only gradients that were clipped and noised by this library. "
-            f"Received: other gradients, for {', '.join(foreign)}. (Only gradients that you "
-            "processed after their release may go to `apply_gradients` with "
+            f"Received: other gradients, for {', '.join(foreign[:3])}{more}. (Only gradients "
+            "that you processed after their release may go to `apply_gradients` with "
             "`non_private_gradients=True`; with any others there is no privacy.) "
             f"{HOW_TO_STEP}."
         )
