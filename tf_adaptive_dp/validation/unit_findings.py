@@ -194,7 +194,7 @@ def small_weight_findings(model: tf.keras.Model, weights: Any) -> list[Finding]:
     """
     parts = [_numbers(part) for part in tf.nest.flatten(weights)]
     largest = max((_largest(part) for part in parts if part is not None), default=0.0)
-    if not 0 < largest < _SMALL or _finds_units(model):
+    if not 0 < largest < _SMALL or _learns_units(model):
         return []
     return [
         Finding(
