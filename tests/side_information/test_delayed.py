@@ -150,6 +150,20 @@ def test_the_parts_of_a_batch_count_once():
     assert float(optimizer.side_information_state[0][0]) == 3
 
 
+def test_it_learns_from_gradients_beside_those_of_regularizers():
+    optimizer, kernel = sgd(), tf.Variable(tf.ones([6, 1]))
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            squares = (tf.squeeze(x @ kernel, 1) - y) ** 2
+            loss = tf.reduce_mean(squares) + 0.1 * tf.reduce_sum(kernel**2)
+        optimizer.minimize(loss, [kernel], tape)
+
+    step(X, Y.astype("float32"))
+    assert float(optimizer.side_information_state[0][0]) == 1
+
+
 def test_what_is_no_gradient_changes_nothing():
     """`UntunedSGD` releases histograms, too, after which it passes what the sums are not."""
     optimizer = sgd()

@@ -488,6 +488,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 order=None if self.noise.is_independent else order_of(losses),
                 public_size=_has_public_size(losses, number),
             )
+            self._mark(noisy)  # before others read it
             # After the release, which has read A by then.
             with tf.control_dependencies([g for g in noisy if g is not None]):
                 self._preconditioning.observe(
@@ -506,10 +507,14 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             ]
         released = _with_penalties(noisy, penalties, scale)
         released = [None if g is None else _rounded(g, v) for g, v in zip(released, variables)]
-        for gradient in released:
+        self._mark(released)
+        return released
+
+    def _mark(self, gradients: Sequence[tf.Tensor | None]) -> None:
+        """Marks what the mechanism has released, or what was computed from that alone."""
+        for gradient in gradients:
             if gradient is not None:
                 mark_released(gradient, self._mechanism.complete)
-        return released
 
     def _check_rows(self, losses: tf.Tensor) -> None:
         """Rejects, or warns of, batches whose number of rows says that they are not as expected.
