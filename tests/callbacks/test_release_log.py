@@ -350,6 +350,11 @@ def test_what_was_released_unannounced_is_admitted_for_the_optimizer_of_the_log_
     log.announce(own, 4)  # whose releases may be lost
     log.admit(own)
     assert log.num_releases == 6
+    own.ledger.restore([])
+    own.noise_multiplier = 2.0
+    release(own)  # after which its ledger does not hold what the log says
+    log.admit(own)
+    assert log.segments == [(1.0, 8.0, 6)]
 
 
 def test_a_new_log_adopts_a_model_if_it_is_told_to(tmp_path):
