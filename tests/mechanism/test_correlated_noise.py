@@ -369,15 +369,21 @@ def test_a_batch_from_other_groups_is_refused(first):
     assert optimizer.ledger.num_releases == 3
 
 
-def test_the_first_release_decides_on_the_groups():
+def test_the_first_release_and_its_parts_decide_on_the_groups():
     kwargs = {"expected_batch_size": 40, "gradient_accumulation_steps": 2}
     optimizer = dp.DPSGD(1.0, 1.0, noise=BandedNoise(4), **kwargs)
     step = trained(optimizer)
     step(weights_of(0, 4))  # and then a data set that begins again, from other groups
     optimizer.drop_unfinished_parts()
     for t in (0, 1):
-        for part in (0, 1):
-            step(weights_of(t, 4, drawn=20 + part, groups=OTHER_GROUPS))
+        step(weights_of(t, 4, drawn=20, groups=OTHER_GROUPS))
+        # Neither may the second part of a batch, even of the first one, come from others.
+        with pytest.raises(tf.errors.InvalidArgumentError, match="from other groups of examples"):
+            step(weights_of(t, 4, drawn=21))
+        step(weights_of(t, 4, drawn=21, groups=OTHER_GROUPS))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="from other groups of examples"):
+        step(weights_of(2, 4))
+    optimizer.drop_unfinished_parts()
     with pytest.raises(tf.errors.InvalidArgumentError, match="from other groups of examples"):
         step(weights_of(2, 4))
     assert optimizer.ledger.segments == [(1.0, 40.0, 2)]

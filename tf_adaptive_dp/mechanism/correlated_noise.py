@@ -230,6 +230,8 @@ class CorrelatedNoise:
         add_variable: Callable[..., tf.Variable],
         strategy: NoiseStrategy,
         seed: int | None = None,
+        *,
+        in_parts: bool = False,
     ):
         """Creates the counter.
 
@@ -237,8 +239,9 @@ class CorrelatedNoise:
           add_variable: makes a variable that is saved with the optimizer.
           strategy: how the noises depend on each other.
           seed: `None` uses the operating system's entropy.
+          in_parts: whether batches arrive in parts.
         """
-        self.strategy, self.seed = strategy, seed
+        self.strategy, self.seed, self._in_parts = strategy, seed, in_parts
         self._recurrence = _recurrence(strategy)
         self._secret = _Secret(seed)
         # The number of releases, and the strategy: that of a saved state may be another one. It has
@@ -320,9 +323,19 @@ class CorrelatedNoise:
         (own,) = local_copies(self._secret.groups)
         return tf.convert_to_tensor(own.assign(tf.where(when, groups, self._known_groups())))
 
+    def forget_parts(self) -> None:
+        """Forgets the groups that parts of the first batch have shown; no others."""
+        if int(self.number()) == 0:
+            self._secret.groups.assign(_NO_GROUPS)
+
     def _known_groups(self) -> tf.Tensor:
-        """Those of the releases so far; negative before the first release."""
+        """Those of the releases so far, and of parts of the first one; negative before them.
+
+        A first batch that did not arrive in parts and was not released does not count.
+        """
         (own,) = local_copies(self._secret.groups)
+        if self._in_parts:
+            return own.read_value()
         none = tf.constant(_NO_GROUPS, tf.int64)
         return tf.where(self.number() > 0, own.read_value(), none)
 

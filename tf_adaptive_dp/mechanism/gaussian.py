@@ -171,7 +171,7 @@ class GaussianMechanism:
         self.ledger = Ledger(add_variable, strategy, self.examples_per_user)
         self._taken_over: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self.generator = _generator(
-            checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
+            checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy, steps > 1
         )
         if not strategy.is_independent:
             self._refuse_beside_correlated_noise(strategy)
@@ -288,6 +288,8 @@ class GaussianMechanism:
         """Forgets the parts of an incomplete batch."""
         if self.accumulator is not None:
             self.accumulator.drop()
+        if isinstance(self.generator, CorrelatedNoise):
+            self.generator.forget_parts()
         self.seen.drop_parts()
 
     @property
@@ -829,7 +831,7 @@ def _checked_groups(
 
 
 def _generator(
-    secure: bool, seed: int | None, add_variable: Callable, strategy: NoiseStrategy
+    secure: bool, seed: int | None, add_variable: Callable, strategy: NoiseStrategy, in_parts: bool
 ) -> GaussianNoise | SecureNoise | CorrelatedNoise:
     if seed is not None:
         seed = checks.integer("seed", seed, 0)
@@ -847,4 +849,4 @@ def _generator(
             "Secure noise must be independent: otherwise the noise of earlier steps would have to "
             f"be kept on its grid. Received: secure_noise=True, noise={strategy!r}"
         )
-    return CorrelatedNoise(add_variable, strategy, seed)
+    return CorrelatedNoise(add_variable, strategy, seed, in_parts=in_parts)
