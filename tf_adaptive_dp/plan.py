@@ -275,7 +275,7 @@ class PrivacyPlan:
         """The batch size of a plan that was given none."""
         bands = 1 if noise == "best" else noise_strategies.get_strategy(noise).bands
         most = min(_LARGEST_USUAL_BATCH, self._num_units // (bands or 1))
-        return max(1, min(most, self._num_units * self.epochs // _ENOUGH_STEPS))
+        return max(1, min(most, round(self._num_units * self.epochs / _ENOUGH_STEPS)))
 
     def _epsilon_of_run(self) -> float:
         """The ε of all steps with the plan's noise, and of any normalization."""
