@@ -11,10 +11,7 @@ from tf_adaptive_dp._keras.generation import GENERATION
 layers = tf.keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:No rule covers")
 CASES = {name: shape for shape, makers in apart.LAYERS.items() for name in makers}
-XFAIL = {
-    "LocallyConnected1D by product": "SparseMatMul is not known",
-    "HashedCrossing": "SparseCross is not known",
-}
+XFAIL = {"LocallyConnected1D by product": "SparseMatMul is not known"}
 # Recurrent layers whose Jacobian takes its time.
 SLOW = {
     "Bidirectional",
