@@ -108,9 +108,9 @@ def least_noise(
     """
     spent = functools.cache(spent)
     if resembling is not None:
-        guess, is_found = _by_resemblance(spent, resembling, epsilon, tolerance, guess, factor)
-        if is_found:
-            return guess
+        led_to = _by_resemblance(spent, resembling, epsilon, tolerance, guess, factor)
+        if led_to is not None:
+            return led_to
 
     def overspends(noise_multiplier: float) -> bool:
         return spent(noise_multiplier) > epsilon
@@ -138,8 +138,8 @@ def _by_resemblance(
     tolerance: float,
     guess: float,
     factor: float,
-) -> tuple[float, bool]:
-    """The noise multiplier that `least_noise` seeks, or one near it, and whether it was found."""
+) -> float | None:
+    """What `least_noise` returns, or `None` if the resemblance does not lead to it."""
     resembling = functools.cache(resembling)
     compared: list[tuple[float, float]] = []  # the logarithms of σ and of the ratio, the last two
 
@@ -154,17 +154,17 @@ def _by_resemblance(
     for _ in range(_MOST_COMPARISONS):
         found = least_noise(predicted, epsilon, tolerance, guess=guess, factor=factor)
         if found is None:
-            return guess, False
+            return None
         exact, like = spent(found), resembling(found)
         if not (0 < exact < math.inf and 0 < like < math.inf):
-            return found, False
+            return None
         compared[:-1] = []
         compared.append((math.log(found), math.log(exact / like)))
         # The prediction is right at `found` now, so it can tell whether less noise would suffice.
         if exact <= epsilon < predicted(found / (1 + tolerance)):
-            return found, True
+            return found
         guess, factor = found, 1.1
-    return guess, False
+    return None
 
 
 def bracket(
