@@ -5,7 +5,8 @@ that are 100 times smaller and larger. ADADP, with and without `PrivateNormaliza
 UntunedSGD run with their defaults everywhere, and DP-Adam and DP-SGD with the best of seven rates.
 Where there is public data, AdaDPS runs with it, at the best of seven rates. The normalization is
 paid for: ADADP has more noise with it, so that ε is the same. Behind it ADADP also runs with a
-measured clip norm in place of 1.
+measured clip norm in place of 1, and with the batch size that a plan chooses where none is given;
+in some cells the tuned optimizers get these batches, too.
 
 - reviews: IMDB as words, logistic regression, batches of 64: TF-IDF rows of norm 1, counts / 290
   with the padding counted, and raw counts
@@ -60,14 +61,20 @@ Arrays = tuple[np.ndarray, np.ndarray]
 TITLES = {
     "normalized": "ADADP, inputs normalized",
     "measured": "the same, C measured",
+    "planned": "the same, the plan's batches",
     "untuned": "UntunedSGD",
     "adadp": "ADADP",
     "dp_adam": "DP-Adam, tuned",
     "dp_sgd": "DP-SGD, tuned",
     "adadps": "AdaDPS, public data, tuned",
+    "dp_adam_planned": "DP-Adam, the plan's batches, tuned",
+    "dp_sgd_planned": "DP-SGD, the plan's batches, tuned",
 }
-NOTHING_TO_TUNE = ("normalized", "measured", "untuned", "adadp")
+NOTHING_TO_TUNE = ("normalized", "measured", "planned", "untuned", "adadp")
 TUNED = ("dp_adam", "dp_sgd")  # without public data, as those above
+TUNED_ON_PLANNED = ("dp_adam_planned", "dp_sgd_planned")
+# Where these run: the data, their units and σ.
+PLANNED_CELLS = (("reviews", "tf-idf", 1.0), ("mnist", "/ 255", 2.0), ("cifar10", "features", 2.0))
 ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SGD_RATES = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 100.0)
 POSTS = {"num_words": 2000, "num_tags": 50, "public_users": 100}
@@ -98,7 +105,8 @@ class Problem:
     @property
     def methods(self) -> tuple[str, ...]:
         """What can be compared on it."""
-        return tuple(m for m in TITLES if self.has_public_counts or m != "adadps")
+        public = ("adadps",) if self.has_public_counts else ()
+        return (*NOTHING_TO_TUNE, *TUNED, *public)
 
 
 PROBLEMS = {
@@ -123,7 +131,7 @@ def parts(scale: str) -> list[grids.Part]:
     inputs.
     """
     if scale == "smoke":
-        methods = PROBLEMS["digits"].methods
+        methods = (*PROBLEMS["digits"].methods, *TUNED_ON_PLANNED)
         return [_part("digits", "/ 16", 1.0, 2.0, scale, methods, seeds=1, epochs=2)]
     made = []
     for name, problem in PROBLEMS.items():
@@ -150,6 +158,8 @@ def _part(
     epochs: int | None = None,
 ) -> grids.Part:
     times = "" if factor == 1 else f" × {factor:g}"
+    if (name, inputs, sigma) in PLANNED_CELLS and factor == 1:
+        methods = (*methods, *TUNED_ON_PLANNED)
     return grids.Part(
         {
             "part": f"{name}, {inputs}{times}, σ = {sigma:g}",
@@ -175,6 +185,12 @@ def _candidates(method: str) -> list[dict[str, Any]]:
     if method == "measured":
         (candidate,) = _candidates("normalized")
         return [{**candidate, "arguments": {"l2_norm_clip": "measured"}}]
+    if method == "planned":
+        (candidate,) = _candidates("normalized")
+        return [{**candidate, "batch_size": "planned"}]
+    if method in TUNED_ON_PLANNED:
+        candidates = _candidates(method.removesuffix("_planned"))
+        return [{**candidate, "batch_size": "planned"} for candidate in candidates]
     if method == "adadp":
         return [{"optimizer": "ADADP", "arguments": {"l2_norm_clip": 1.0}}]
     optimizer, rates = {
@@ -321,10 +337,12 @@ def fit(
         *layers_of(settings["data"], settings["inputs"], settings["factor"]),
     ]
     noise, others, arguments = settings["noise_multiplier"], (), settings["arguments"]
+    batch_size = problem.batch_size
+    if settings.get("normalized") or settings.get("batch_size") == "planned":
+        plan = plan_of_same_epsilon(settings, len(train[1]), batch_size)
+        noise, others, batch_size = plan.noise_multiplier, plan.other_events, plan.batch_size
     if settings.get("normalized"):
         arguments = {"normalized_inputs": True, **arguments}
-        plan = plan_of_same_epsilon(settings, len(train[1]), problem.batch_size)
-        noise, others = plan.noise_multiplier, plan.other_events
         inputs = train[0]
         if len(first) > 1:
             inputs = tf.keras.Sequential(first).predict(inputs, batch_size=1000, verbose=0)
@@ -340,7 +358,7 @@ def fit(
     optimizer = getattr(tf_adaptive_dp, settings["optimizer"])(
         *known,
         noise_multiplier=noise,
-        expected_batch_size=problem.batch_size,
+        expected_batch_size=batch_size,
         **arguments,
     )
     optimizer.ledger.other_events += others
@@ -349,7 +367,7 @@ def fit(
     result = training.fit(
         *(model, train, test),
         epochs=settings["epochs"],
-        batch_size=problem.batch_size,
+        batch_size=batch_size,
         delta=1e-5,
         judge_every=settings["epochs"],
     )
@@ -359,16 +377,25 @@ def fit(
 def plan_of_same_epsilon(
     settings: dict[str, Any], num_examples: int, batch_size: int
 ) -> tf_adaptive_dp.PrivacyPlan:
-    """The plan that pays for a normalization with what the others spend without it."""
+    """A plan with the ε of a run of `batch_size` examples without normalization.
+
+    It pays for a normalization if there is one, and chooses the size of its batches where
+    "batch_size" is "planned".
+    """
     numbers = {
         "delta": 1e-5,
         "num_examples": num_examples,
-        "batch_size": batch_size,
         "epochs": settings["epochs"],
         "accountant": "rdp",
     }
-    others = tf_adaptive_dp.PrivacyPlan(noise_multiplier=settings["noise_multiplier"], **numbers)
-    return tf_adaptive_dp.PrivacyPlan(epsilon=others.epsilon, normalize_inputs=True, **numbers)
+    others = tf_adaptive_dp.PrivacyPlan(
+        noise_multiplier=settings["noise_multiplier"], batch_size=batch_size, **numbers
+    )
+    if settings.get("batch_size") != "planned":
+        numbers["batch_size"] = batch_size
+    return tf_adaptive_dp.PrivacyPlan(
+        epsilon=others.epsilon, normalize_inputs=settings.get("normalized", False), **numbers
+    )
 
 
 def table(
