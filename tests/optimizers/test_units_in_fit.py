@@ -42,6 +42,27 @@ def test_raw_units_are_told_once(data, what):
     assert warned(**data).count(what) == 1
 
 
+def of_dataset(*parts, change=lambda dataset: dataset):
+    batches = tf.data.Dataset.from_tensor_slices(parts).shuffle(40).batch(10)
+    model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(1)])
+    model.compile(dp.DPSGD(1.0, 1.0), "mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model.fit(change(batches), epochs=2, verbose=0)
+    return " ".join(str(w.message) for w in caught)
+
+
+def test_data_sets_of_arrays_are_looked_at_like_arrays():
+    weights = np.full([40], 0.01, "float32")
+    text = of_dataset(UNIT, LABELS, weights, change=lambda d: d.cache().prefetch(2))
+    assert text.count("Sample or class weights are at most 0.01. ") == 1
+    assert of_dataset(PIXELS, LABELS).count("Inputs have magnitudes up to") == 1
+    rare = np.where(np.arange(40) == 5, 1.0, 0.01).astype("float32")
+    assert "weights" not in of_dataset(UNIT, LABELS, rare)
+    scaled = of_dataset(PIXELS, LABELS, change=lambda d: d.map(lambda x, y: (x / 255, y)))
+    assert "magnitudes" not in scaled
+
+
 @pytest.mark.slow_on(2)
 def test_data_in_order_and_data_that_cannot_be_seen_are_not_mentioned():
     scaled = tf.keras.Sequential(
@@ -50,7 +71,8 @@ def test_data_in_order_and_data_that_cannot_be_seen_are_not_mentioned():
     assert not warned()
     assert not warned(sample_weight=np.where(np.arange(40) == 5, 1.0, 0.01))  # a rare class
     assert not warned(PIXELS, model=scaled)
-    batches = tf.data.Dataset.from_tensor_slices((PIXELS, LABELS)).batch(10)
+    pairs = tf.data.Dataset.from_tensor_slices((PIXELS, LABELS))
+    batches = pairs.map(lambda x, y: (x, y)).batch(10)
     model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(1)])
     model.compile(dp.DPSGD(1.0, 1.0), "mse")
     with warnings.catch_warnings():

@@ -193,9 +193,16 @@ class RunningFit:
 
         Returns:
           (x, y, weights), nests of arrays; the weights are those of all examples, or those of
-          `class_weight` if there are no others. `None` for data that are not dense arrays.
+          `class_weight` if there are no others. `None` for data that are not dense arrays, or
+          batches of their rows in a `tf.data.Dataset` that changes nothing.
         """
         x, y, weights = (self._variables.get(name) for name in ("x", "y", "sample_weight"))
+        if self.dataset is not None:
+            given = datasets.unchanged_arrays_of(self.dataset)
+            given = given if isinstance(given, tuple) else (given,)
+            if len(given) > 3:
+                return None
+            x, y, weights = (*given, None, None)[:3]
         parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
         if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
             return None  # sparse and ragged ones among them

@@ -231,6 +231,21 @@ def arrays_of(dataset: tf.data.Dataset) -> Any:
     return tf.nest.pack_sequence_as(source.element_spec, source._tensors)
 
 
+def unchanged_arrays_of(dataset: tf.data.Dataset) -> Any:
+    """As `arrays_of`, if the examples of a data set of batches are rows of these as they are.
+
+    Returns:
+      `None` also if a function changes them.
+    """
+    kinds = (*_LEAVES_ROWS, "Batch")
+    source = dataset
+    while _is_among(source, kinds):
+        (source,) = input_datasets(source)
+    if tf.nest.flatten(dataset.element_spec) == tf.nest.flatten(source.element_spec):
+        return None  # not batched
+    return None if _examples(dataset) is not source else arrays_of(source)
+
+
 def _examples(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The data set that has all examples of this one, before they were changed and batched."""
     while _is_among(dataset, _LEAVES_EXAMPLES):

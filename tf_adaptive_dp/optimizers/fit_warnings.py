@@ -106,7 +106,7 @@ def count_lost_releases(callbacks: Sequence[tf.keras.callbacks.Callback]) -> boo
 
 
 def warn_of_units(optimizer: Any) -> None:
-    """Warns, before the first step of `fit` on arrays, of data in units that leave little to learn.
+    """Warns, before the first step of `fit`, of data in units that leave little to learn.
 
     It judges by a few examples, as `plan.fit` and `validate` do.
     """
