@@ -1506,7 +1506,7 @@ def test_a_step_that_cannot_unpack_a_batch_is_told_its_parts(kind, says):
 @pytest.mark.parametrize(
     "lookup, words", [("StringLookup", ["red", "blue"]), ("IntegerLookup", [5, 6])]
 )
-def test_a_model_that_does_not_accept_padding_is_told_what_it_holds(lookup, words, num_oov_indices):
+def test_a_model_that_looks_up_inputs_trains_on_padding(lookup, words, num_oov_indices):
     x = np.array(words)[np.arange(len(X)) % 2]
     inputs = tf.keras.Input([1], dtype="string" if lookup == "StringLookup" else "int64")
     layer = getattr(tf.keras.layers, lookup)(
@@ -1515,11 +1515,59 @@ def test_a_model_that_does_not_accept_padding_is_told_what_it_holds(lookup, word
     model = tf.keras.Model(inputs, tf.keras.layers.Dense(3)(layer(inputs)))
     plan = planned()
     model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())
-    if num_oov_indices:
-        plan.fit(model, x, Y, verbose=0)
-        return
+    plan.fit(model, x, Y, verbose=0)
+    assert model.optimizer.ledger.num_releases == plan.steps
+
+
+@pytest.mark.slow_on(2)
+def test_padding_holds_words_that_all_lookups_of_an_input_know():
+    """By the names of inputs, and of a model inside; one input has two vocabularies."""
+    layers = tf.keras.layers
+
+    def lookup(words, kind="StringLookup"):
+        layer = getattr(layers, kind)
+        return layer(vocabulary=words, num_oov_indices=0, output_mode="multi_hot")
+
+    inside = tf.keras.Sequential([tf.keras.Input([1], dtype="string"), lookup(["no", "yes"])])
+    inputs = {
+        "a": tf.keras.Input([2], dtype="string", name="a"),
+        "number": tf.keras.Input([1], dtype="int64", name="number"),
+        "z": tf.keras.Input([1], dtype="string", name="z"),
+    }
+    parts = [lookup(["x", "red", "blue"])(inputs["a"]), lookup(["blue", "red"])(inputs["a"])]
+    parts += [inside(inputs["z"]), lookup([7, 9], "IntegerLookup")(inputs["number"])]
+    outputs = layers.Dense(3)(layers.Concatenate()(parts))
+    model = tf.keras.Model({name: inputs[name] for name in ("z", "a", "number")}, outputs)
+    half = np.arange(len(X)) % 2
+    x = {
+        "z": np.array(["no", "yes"])[half][:, None],
+        "a": np.array(["red", "blue"])[np.stack([half, 1 - half], 1)],
+        "number": np.array([9, 7])[half][:, None],
+    }
+    plan = planned()
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())
+    plan.fit(model, x, Y, verbose=0)
+    assert model.optimizer.ledger.num_releases == plan.steps
+
+
+@pytest.mark.slow_on(2)
+def test_a_model_that_does_not_accept_padding_is_told_what_it_holds():
+    class Colors(tf.keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.ids = tf.keras.layers.StringLookup(
+                vocabulary=["red", "blue"], num_oov_indices=0, output_mode="one_hot"
+            )
+
+        def call(self, x):
+            return self.ids(x)
+
+    inputs = tf.keras.Input([1], dtype="string")
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(3)(Colors()(inputs)))
+    plan = planned()
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())
     with pytest.raises(ValueError, match="must accept padding.*`num_oov_indices=1`.*Received"):
-        plan.fit(model, x, Y, verbose=0)
+        plan.fit(model, np.array(["red", "blue"])[np.arange(len(X)) % 2][:, None], Y, verbose=0)
     assert model.optimizer.ledger.num_releases == 0
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.layers import layers_within
+from tf_adaptive_dp._keras.layers import known_tokens, layers_within
 from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     have_weights_made_outside,
@@ -44,7 +44,7 @@ from tf_adaptive_dp.normalization import (
     words_of,
 )
 from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
-from tf_adaptive_dp.sampling.datasets import as_dataset
+from tf_adaptive_dp.sampling.datasets import as_dataset, padding_rows
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
 from tf_adaptive_dp.sampling.poisson import RandomSizes
@@ -240,8 +240,9 @@ class PlannedTraining:
         start_step: int,
         gradient_accumulation_steps: int,
         key: bytes | None,
+        padding: tuple | None = None,
     ) -> tf.data.Dataset:
-        """See `PrivacyPlan.batches`."""
+        """See `PrivacyPlan.batches`, and `poisson_batches` for `padding`."""
         return as_dataset(
             source,
             self._plan.sampling,
@@ -249,6 +250,7 @@ class PlannedTraining:
             key,
             gradient_accumulation_steps,
             masked=True,
+            padding=padding,
             users=self._users,
         )
 
@@ -417,7 +419,8 @@ class PlannedTraining:
         key = None
         if run is not None and run.keys is not None:
             key = self._plan.sampling.resumed_key(run.keys.groups)
-        batches = self.batches(source, start, model.optimizer.parts_per_batch, key)
+        padding = _padding_for(model, source)
+        batches = self.batches(source, start, model.optimizer.parts_per_batch, key, padding)
         if not has_own(model, "train_step"):
             have_weights_made_outside(model, batches.element_spec[0])
         batches = give_weights_axes_of_losses(model, batches)
@@ -687,6 +690,29 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
         )
     for found in findings:
         warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
+
+
+def _padding_for(model: keras.Model, source: Arrays | Records) -> tuple | None:
+    """One row of padding with words that the model knows; `None` if it accepts unknown ones.
+
+    The words are in its vocabularies, which it holds already. No release depends on them, as on
+    anything that padding holds.
+    """
+    tokens, x = known_tokens(model), source.structure[0]
+    parts = tf.nest.flatten(x)
+    if not tokens or len(parts) != len(model.inputs):
+        return None
+    names = sorted(x) if isinstance(x, dict) else None  # in the order of `tf.nest.flatten`
+    rows = padding_rows(source, None)
+    for name, (place, token) in tokens.items():
+        if names is not None and name not in names:
+            continue
+        k = place if names is None else names.index(name)
+        is_text = rows[k].dtype.kind == "O"
+        if is_text == isinstance(token, str):
+            rows[k] = np.full_like(rows[k], token.encode() if is_text else token)
+    of_example = source.structure[:2]
+    return tf.nest.pack_sequence_as(of_example, rows[: len(tf.nest.flatten(of_example))])
 
 
 @contextlib.contextmanager

@@ -198,6 +198,65 @@ def was_adapted(layer: tf.keras.layers.Layer) -> bool:
     return not lookup._has_input_vocabulary and int(lookup.lookup_table.size()) > 0
 
 
+def known_tokens(model: tf.keras.Model) -> dict[str, tuple[int, Any]]:
+    """A word or number that the model can look up, for inputs whose unknown values it rejects.
+
+    These are the inputs that a lookup layer with `num_oov_indices=0` gets as they are, also within
+    a model inside. An input of several such layers has a token that all of them know, if there is
+    one.
+
+    Args:
+      model: a Sequential or functional model; of others nothing is known.
+
+    Returns:
+      For each input by its name, its place among the inputs, and the token.
+    """
+    vocabularies: dict[int, list[list[Any]]] = {}
+    _read_tokens(model, {}, vocabularies)
+    found = {}
+    for place, tensor in enumerate(_graph_of(model).inputs if vocabularies else ()):
+        first, *others = vocabularies.get(id(tensor)) or [[]]
+        known = set(first).intersection(*others)
+        common = next((token for token in first if token in known), None)
+        if common is not None:
+            found[tensor.name] = place, common
+    return found
+
+
+def _graph_of(model: tf.keras.Model) -> Any:
+    """The functional model that a Sequential one is in Keras 3."""
+    return getattr(model, "_functional", None) or model
+
+
+def _read_tokens(
+    model: tf.keras.Model, outer: dict[int, int], found: dict[int, list[list[Any]]]
+) -> None:
+    """Collects the vocabularies of the lookups that read an input of a model.
+
+    Args:
+      model: any.
+      outer: the identity of the input of the outermost model for those of this one, by identity.
+      found: the vocabularies for each input of the outermost model, by identity.
+    """
+    if not model.built or not is_clonable(model):
+        return
+    inputs = getattr(_graph_of(model), "inputs", None) or ()
+    names = {id(t): outer.get(id(t), id(t)) for t in inputs}
+    lookup = internal_module("layers.preprocessing.index_lookup").IndexLookup
+    for layer in model.layers:
+        for node in layer._inbound_nodes:
+            read = [names.get(id(t)) for t in tf.nest.flatten(node.input_tensors)]
+            if is_clonable(layer):
+                inner = getattr(_graph_of(layer), "inputs", None) or ()
+                if any(read) and len(inner) == len(read):
+                    of_inner = {id(t): of for t, of in zip(inner, read) if of is not None}
+                    _read_tokens(layer, of_inner, found)
+            elif isinstance(layer, lookup) and layer.num_oov_indices == 0 and not layer.invert:
+                for of in filter(None, read):
+                    tokens = layer.get_vocabulary(include_special_tokens=False)
+                    found.setdefault(of, []).append(tokens)
+
+
 class RandomGenerator:
     """The generator of one layer, as dropout and augmentation have them."""
 
