@@ -548,8 +548,9 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
     first.fit(model, X, Y, directory=tmp_path / "first" if kept else None, verbose=0)
     with pytest.raises(dp.BudgetExceededError, match=r"exactly its `epochs`\..*longer") as e:
         first.fit(model, X, Y, verbose=0)
-    assert f"PrivacyPlan(noise_multiplier={first.noise_multiplier}, " in str(e.value)
-    with pytest.raises(ValueError, match="keep its optimizer.*in place of `epsilon`"):
+    shown = f"PrivacyPlan(noise_multiplier={first.noise_multiplier}, batch_size=13, epochs=...)"
+    assert shown in str(e.value)
+    with pytest.raises(ValueError, match="keep its optimizer.*place of `epsilon`, `batch_size=13`"):
         PrivacyPlan(4.0, **numbers).fit(model, X, Y, verbose=0)
     noise_multiplier = first.noise_multiplier
     longer = PrivacyPlan(**{**numbers, "noise_multiplier": noise_multiplier, "epochs": 5})
@@ -560,7 +561,8 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
     history = longer.fit(model, X, Y, directory=tmp_path / "longer" if kept else None, verbose=0)
     assert model.optimizer.ledger.segments == [(noise_multiplier, 13.0, 25)]
     assert history.epoch == [2, 3, 4]  # as Keras shows and counts them
-    with pytest.raises(BudgetExceededError, match="`epochs` above 5.*25 releases, and a .* 10 st"):
+    says = "`batch_size=13` and `epochs` above 5.*25 releases, and a .* 10 st"
+    with pytest.raises(BudgetExceededError, match=says):
         first.fit(model, X, Y, verbose=0)
     # The first batches had less room, and cost more; it did not take the last step away.
     assert first.sampling.max_batch_size < longer.sampling.max_batch_size
@@ -574,6 +576,26 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
     assert "proven" not in longer.statement() and "NOT THE WHOLE COST" in longer.statement()
     with pytest.raises(ValueError, match="keep its opt.*leaves out the search.*HonestTuner"):
         PrivacyPlan(4.0, **numbers).fit(model, X, Y, verbose=0)
+
+
+@pytest.mark.slow_on(2)
+def test_a_longer_plan_is_told_which_numbers_the_run_in_the_directory_has(tmp_path):
+    numbers = {name: NUMBERS[name] for name in ("delta", "num_examples", "accountant")}
+    first = PrivacyPlan(3.0, epochs=70, **numbers)
+    run_directory.RunDirectory(tmp_path, first._settings(), first.steps).close()
+
+    def told(**given):
+        plan = PrivacyPlan(**numbers, **given)
+        with pytest.raises(ValueError) as error:
+            run_directory.RunDirectory(tmp_path, plan._settings(), plan.steps)
+        return re.sub(" Received: .*", "", str(error.value))
+
+    size, sigma = first.batch_size, first.noise_multiplier
+    longer = told(epsilon=3.0, epochs=200)  # with batches of another size
+    assert f"of the original run: `batch_size={size}`, `epochs=70`. To train its model" in longer
+    assert f"with `noise_multiplier={sigma}` in place of `epsilon`, `batch_size={size}`" in longer
+    other = told(epsilon=4.0, batch_size=size, epochs=70)
+    assert other.endswith("of the original run: `epsilon=3.0`.")
 
 
 def test_a_budget_without_a_plan_may_grow():

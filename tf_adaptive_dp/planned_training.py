@@ -452,7 +452,7 @@ class PlannedTraining:
             longer = (
                 "To train a model longer, keep its optimizer, whose ledger counts the steps so "
                 f"far, and make the plan with `noise_multiplier={noise_multiplier!r}` in place of "
-                "`epsilon`, the same `batch_size` and more `epochs`. "
+                f"`epsilon`, {_same_batches(size)} and more `epochs`. "
             )
         if optimizer.ledger.chosen_by_search:
             longer += (
@@ -474,7 +474,8 @@ class PlannedTraining:
             raise BudgetExceededError(
                 "The plan must cover the steps that the optimizer has made: `epochs` counts "
                 "the earlier ones, too. To train longer, make the plan with "
-                f"`noise_multiplier={self._plan.noise_multiplier!r}` in place of `epsilon`, and "
+                f"`noise_multiplier={self._plan.noise_multiplier!r}` in place of `epsilon`, "
+                f"{_same_batches(self._plan.expected_batch_size)} and "
                 f"`epochs` above {released // self._plan.steps_per_epoch}. If this is a new "
                 "model, compile it with a new optimizer, `plan.optimizer(...)`. Received: "
                 f"{released} releases, and a plan of {steps} steps"
@@ -578,6 +579,11 @@ class PlannedTraining:
                 "resumes it; or begin with a new model. Received: directory=None, and an optimizer "
                 f"with {released} releases"
             )
+
+
+def _same_batches(size: float | None) -> str:
+    """The argument that a plan needs for batches of an expected size, which it would choose."""
+    return "the same `batch_size`" if size is None else f"`batch_size={round(size)}`"
 
 
 def _require_private(optimizer: Any) -> None:

@@ -219,13 +219,14 @@ class PrivacyBudget(PrivateCallback):
         covered = ". A plan's budget covers exactly its `epochs`."
         if not self.optimizer.noise.is_independent:
             return f"{covered} With correlated noise, no other plan can continue them."
-        noise_multiplier = self.optimizer.next_release()[0]
+        noise_multiplier, size = self.optimizer.next_release()
+        batches = "" if size is None else f"batch_size={round(size)}, "
         return (
             f"{covered} To train longer, call `fit` of another plan with this model, without "
-            f"compiling it again: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, epochs=...)` "
-            "without `epsilon`, where `epochs` counts those so far. Its epsilon covers all of "
-            "them. If this is a new model, compile it with a new optimizer, `plan.optimizer(...)`: "
-            "what both models spent adds up."
+            f"compiling it again: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, {batches}"
+            "epochs=...)` without `epsilon`, where `epochs` counts those so far. Its epsilon "
+            "covers all of them. If this is a new model, compile it with a new optimizer, "
+            "`plan.optimizer(...)`: what both models spent adds up."
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:

@@ -118,6 +118,28 @@ class Fingerprint(NamedTuple):
     refusal: str
 
 
+def _to_pass(before: Mapping[str, Any], changed: Sequence[str]) -> str:
+    """The arguments of a run that differ, without what follows from the others."""
+    budget = {"epsilon", "noise_multiplier"}
+    # One of them was given. The other one follows, so it hardly ever is a short number.
+    given = min(sorted(budget), key=lambda name: len(repr(before.get(name))))
+    left_out = budget - {given} if budget.issubset(changed) else budget
+    shown = [name for name in changed if name not in left_out] or list(changed)
+    return ", ".join(f"`{name}={before.get(name)!r}`" for name in shown)
+
+
+def _to_train_longer(before: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """What to do for more epochs than a run has, if these are asked for."""
+    if settings.get("epochs", 0) <= before.get("epochs", 0):
+        return ""
+    return (
+        " To train its model longer, finish the run, and then make a plan with "
+        f"`noise_multiplier={before.get('noise_multiplier')!r}` in place of `epsilon`, "
+        f"`batch_size={before.get('batch_size')!r}` and more `epochs`, for another directory or "
+        "none; see docs/how-to/resume.md#train-longer."
+    )
+
+
 class RunDirectory:
     """What a run keeps: its settings, its releases, its last epoch and its history.
 
@@ -244,7 +266,8 @@ class RunDirectory:
             raise ValueError(
                 "`directory` holds a run of another plan, or of a model that was compiled with "
                 "other `steps_per_execution`. Use a new directory, or resume with the settings of "
-                "the original run. Received: "
+                f"the original run: {_to_pass(before, changed)}."
+                f"{_to_train_longer(before, settings)} Received: "
                 + ", ".join(f"{n}={settings[n]!r} instead of {before.get(n)!r}" for n in changed)
             )
 
