@@ -337,6 +337,25 @@ def test_products_that_broadcast_an_axis_of_unknown_length(product, lengths):
         check(function, x, kernel, free=True, method="auto")
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", ["x first", "kernel first", "einsum", "computed", "heads"])
+def test_products_with_a_kernel_that_all_examples_share(kind, batch_size):
+    """Such as learned queries [1, T, n], which meet the keys of each example."""
+
+    def function(x, kernel):
+        if kind == "computed":  # as by the layers that make queries of learned latents
+            kernel = tf.nn.softmax(2.0 * kernel) + tf.matmul(kernel, kernel, transpose_b=True)
+        if kind == "x first":
+            return tf.matmul(x, kernel, transpose_b=True)
+        if kind == "einsum":
+            return tf.einsum("...ij,...kj->...ik", x, kernel)
+        return tf.matmul(kernel, x, transpose_b=True)
+
+    heads = (2,) if kind == "heads" else ()
+    x = zoo.floats(batch_size, *heads, 2, 3)
+    check(function, x, zoo.floats(1, *heads, 3, 3, seed=1), free=kind == "computed")
+
+
 @pytest.mark.slow
 @few
 @hypothesis.given(n=sizes, m=sizes, free=st.booleans(), seed=st.integers(0, 99))

@@ -41,7 +41,8 @@ def product(context: RuleContext) -> VariableContribution | None:
     """g = Σ_t x_t δ_tᵀ, where t stands for the letters that the kernel lacks.
 
     A letter of the kernel belongs to the other factor (n, summed over), to the output (m), or to
-    both (a group g).
+    both (a group g). A kernel may have the letter of the batch, with length 1: all examples meet
+    its only entry, as with the learned queries [1, T, n] of a Perceiver.
     """
     op, kernel = context.op, context.op.inputs[context.index]
     if len(op.inputs) != 2 or op.inputs[0] is op.inputs[1]:
@@ -50,9 +51,12 @@ def product(context: RuleContext) -> VariableContribution | None:
     other = 1 - context.index
     x, of_x, of_kernel = op.inputs[other], terms[other], terms[context.index]
     batch = result[context.axis_of(op.outputs[0]).axis]
-    letters = _letters(of_x, of_kernel, result, batch)
     size = dict(zip(of_kernel, kernel.shape))
     may_be_broadcast = broadcast_terms(op)
+    is_shared = batch in may_be_broadcast and size.get(batch) == 1
+    if is_shared:
+        del size[batch]
+    letters = _letters(of_x, "".join(size) if is_shared else of_kernel, result, batch)
     fit = (
         _has_lengths(tensor, term, size, may_be_broadcast)
         for tensor, term in ((x, of_x), (op.outputs[0], result))
@@ -64,7 +68,7 @@ def product(context: RuleContext) -> VariableContribution | None:
     rows = tf.reduce_sum(rows, axis=2) if alone else rows[:, :, 0]
     delta = _arrange(context.delta_rows(), result, batch, [times, groups, new])
     blocks = [math.prod(size[c] for c in block) for block in (groups, summed, new)]
-    order = [of_kernel.index(c) for c in groups + summed + new]
+    order = [of_kernel.index(c) for c in [*groups, *summed, *new, *([batch] if is_shared else [])]]
     form = OuterGradient(
         _merge_times(rows, blocks[0], blocks[1]), _merge_times(delta, blocks[0], blocks[2])
     )
