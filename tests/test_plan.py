@@ -206,6 +206,10 @@ def dataset():
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
+def rows_one_by_one():
+    yield from zip(X, Y)
+
+
 REFUSED = {
     "class_weight": (
         lambda: fit_with(X, Y, class_weight={0: 2.0}),
@@ -236,6 +240,11 @@ REFUSED = {
         lambda: fit_with(row for row in zip(X, Y)),
         TypeError,
         "`x` must be a tuple .*`tf.data.Dataset.from_generator`. Received: generator",
+    ),
+    "a function that makes a generator": (
+        lambda: fit_with(rows_one_by_one),
+        TypeError,
+        "`tf.data.Dataset.from_generator`. Received: function",
     ),
     "a ragged tensor": (
         lambda: fit_with(tf.ragged.constant([[1.0]] * N), Y),

@@ -196,6 +196,11 @@ def numbers_or_strings(name: str, value: np.ndarray) -> None:
                 f"{must} Fill in missing strings by a public constant, as `series.fillna('')` "
                 f"does. Received: {other!r} in place of a string"
             )
+        if all(isinstance(v, (int, float, np.number, np.bool_)) for v in value.flat):
+            raise TypeError(
+                f'{must} Convert it to numbers of one type, as `{name}.astype("float32")` does. '
+                "Received: an array of dtype object, with numbers"
+            )
         raise TypeError(
             f"{must} Convert a table whose columns differ in type to a dict of its columns, "
             f"`dict(frame)`. Received: an array with objects of type {kind}"

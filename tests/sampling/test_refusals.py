@@ -152,6 +152,11 @@ FEW = dp.PoissonSampling(0.3, 9, 5, seed=1)
             TypeError,
             "Convert a table .* an array with objects of type int",
         ),
+        (
+            lambda: dp.poisson_batches((np.array([1, 2.5], object), np.ones(2)), FEW),
+            TypeError,
+            r'Convert it .*astype\("float32"\)`.* dtype object, with numbers',
+        ),
         (lambda: dp.poisson_batches([], FEW), ValueError, "`data` must hold at least one example"),
         (lambda: dp.poisson_batches(numbered(0), FEW), ValueError, "at least one example"),
         (lambda: dp.poisson_batches(records(), FEW), TypeError, "`preprocess`.*Received: dict"),

@@ -7,6 +7,7 @@ Both have the number of examples as their length, say what an example consists o
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ _WHAT = "(x, y) or (x, y, sample_weight)"
 _PARTS = (1, 2, 3)  # (x,) is for models that need no targets
 SINGLE_EXAMPLES = (
     "A `tf.data.Dataset` must give single examples: leave `.batch(...)` out, since batches are "
-    "drawn at random."
+    "drawn at random. Keras's functions that make data sets, such as "
+    "`image_dataset_from_directory`, take `batch_size=None`."
 )
 
 # What ties examples to each other, by method, and what to do about it.
@@ -93,7 +95,7 @@ def open_source(
     else:
         generator = (
             "Turn a generator into a dataset with `tf.data.Dataset.from_generator`. "
-            if isinstance(data, Iterator)
+            if isinstance(data, Iterator) or inspect.isgeneratorfunction(data)
             else ""
         )
         raise TypeError(
