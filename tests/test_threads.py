@@ -179,7 +179,7 @@ def test_noise_is_that_of_the_clip_norm_that_the_gradients_were_clipped_to():
 
     class Interrupted(zoo.Rows):
         def _sum_of(self, k, weights):
-            mechanism._l2_norm_clip.assign(1e-3)
+            mechanism.clip_norm._clip.assign(1e-3)
             return super()._sum_of(k, weights)
 
     (released,) = mechanism.release(Interrupted(np.full([1, 400], 1.0, "float32")), 1)

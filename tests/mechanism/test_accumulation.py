@@ -105,7 +105,7 @@ def test_raw_sums_are_in_no_checkpoint(tmp_path):
 def release_in_parts(mechanism, parts, clip_before_last=None):
     for k, rows in enumerate(parts):
         if clip_before_last is not None and k == len(parts) - 1:
-            mechanism.l2_norm_clip = clip_before_last
+            mechanism.clip_norm.value = clip_before_last
         (released,) = mechanism.release(zoo.Rows(rows), len(rows))
     return released.numpy()
 

@@ -39,7 +39,7 @@ def test_the_clip_settles_at_the_quantile(quantile, batch, num_microbatches):
     step = tf.function(lambda: mechanism.release(zoo.Rows(rows), batch))
     for _ in range(200):
         step()
-    assert mechanism.l2_norm_clip == pytest.approx(100 * quantile, rel=0.1)
+    assert mechanism.clip_norm.value == pytest.approx(100 * quantile, rel=0.1)
 
 
 def test_the_clip_moves_as_that_of_tf_privacy():
@@ -62,7 +62,7 @@ def test_the_clip_moves_as_that_of_tf_privacy():
             sample = query.accumulate_record(parameters, sample, tf.constant(norm))
         estimate, state, _ = query.get_noised_result(sample, state)
         mechanism.release(zoo.Rows(rows_with_norms(norms)), len(norms))
-        assert mechanism.l2_norm_clip == pytest.approx(float(estimate), rel=1e-5)
+        assert mechanism.clip_norm.value == pytest.approx(float(estimate), rel=1e-5)
 
 
 @pytest.mark.parametrize("sigma, count_noise", [(1.0, 0.6), (0.5, 2.0), (3.0, None)])
@@ -84,9 +84,9 @@ def test_the_count_has_the_noise_that_was_asked_for():
     def counts():
         found = tf.TensorArray(tf.float64, 3_000, element_shape=[])
         for i in tf.range(3_000):
-            mechanism._l2_norm_clip.assign(1.0)
+            mechanism.clip_norm._clip.assign(1.0)
             mechanism.release(zoo.Rows(rows), 40)
-            share = 0.5 - tf.math.log(mechanism._l2_norm_clip.read_value()) / 0.01
+            share = 0.5 - tf.math.log(mechanism.clip_norm._clip.read_value()) / 0.01
             found = found.write(i, (share - 0.5) * 50)
         return found.stack()
 
@@ -99,7 +99,7 @@ def test_padding_counts_neither_as_small_nor_as_large():
         mechanism = mechanism_of(l2_norm_clip=1.0)
         rows = rows_with_norms([0.5, 0.5, 3.0, 4.0] + [0.0, np.nan] * padding)
         mechanism.release(zoo.Rows(rows), len(rows))
-        clips.append(mechanism.l2_norm_clip)
+        clips.append(mechanism.clip_norm.value)
     assert clips[0] == clips[1] == pytest.approx(1.0)  # two within, two not
 
 

@@ -393,7 +393,7 @@ def test_values_that_are_set_between_steps_take_effect_in_a_traced_step(mode):
 
     run = zoo.in_mode(mode, step, [rows])
     assert norm([run(rows).numpy()]) == pytest.approx(1.0)
-    mechanism.l2_norm_clip = 3.0
+    mechanism.clip_norm.value = 3.0
     assert norm([run(rows).numpy()]) == pytest.approx(3.0)
     # The bound is no parameter of the guarantee: noise goes along with it.
     assert mechanism.ledger.segments == [(0.0, 4.0, 2)]
@@ -412,13 +412,16 @@ def test_values_that_are_set_between_steps_take_effect_in_a_traced_step(mode):
         (0.7, 12.0, 1),
         (0.7, 4.0, 1),
     ]
-    assert (mechanism.l2_norm_clip, mechanism.noise_multiplier) == (3.0, 0.7)
+    assert (mechanism.clip_norm.value, mechanism.noise_multiplier) == (3.0, 0.7)
 
 
 def test_an_optimizer_passes_its_settings_on():
     optimizer = dp.DPSGD(0.5, 1.1, expected_batch_size=32)
     optimizer.l2_norm_clip, optimizer.noise_multiplier = 2.0, 3.0
-    assert (optimizer._mechanism.l2_norm_clip, optimizer._mechanism.noise_multiplier) == (2.0, 3.0)
+    assert (optimizer._mechanism.clip_norm.value, optimizer._mechanism.noise_multiplier) == (
+        2.0,
+        3.0,
+    )
     optimizer.expected_batch_size = 64
     assert optimizer._mechanism.batch_size() == optimizer.expected_batch_size == 64.0
 
@@ -511,7 +514,7 @@ def test_any_kind_of_number_is_taken(cast):
         l2_norm_clip=cast(2), noise_multiplier=cast(3), expected_batch_size=cast(4)
     )
     settings = (
-        mechanism.l2_norm_clip,
+        mechanism.clip_norm.value,
         mechanism.noise_multiplier,
         mechanism.sizes.expected,
     )

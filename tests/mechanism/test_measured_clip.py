@@ -49,8 +49,8 @@ def test_it_is_a_tenth_of_the_upper_quartile_whatever_the_units(factor):
         assert bool(mechanism.histograms.are_open()) == measuring
         release(mechanism, rows_with_norms(norms))
         assert bool(mechanism.is_measuring()) == measuring
-    assert mechanism.l2_norm_clip == pytest.approx(0.8 * factor, rel=0.05)
-    assert float(mechanism.learned_clip()) == mechanism.l2_norm_clip
+    assert mechanism.clip_norm.value == pytest.approx(0.8 * factor, rel=0.05)
+    assert float(mechanism.clip_norm.learned()) == mechanism.clip_norm.value
 
 
 @pytest.mark.parametrize("sigma", [2.0, 6.0])
@@ -65,7 +65,7 @@ def test_noise_takes_more_batches_in_pairs_and_hardly_moves_it(sigma, clipping):
         taken += 1
     of_noise = int((25 * gradient_noise / 50) ** 2 / 2)
     assert taken == 2 + of_noise + of_noise % 2
-    assert 0.3 < mechanism.l2_norm_clip < 1.2  # 0.57 without noise
+    assert 0.3 < mechanism.clip_norm.value < 1.2  # 0.57 without noise
     assert mechanism.ledger.segments == [(sigma, 50.0, taken)]
 
 
@@ -75,7 +75,7 @@ def test_one_example_moves_what_is_released_by_at_most_the_clip_norm(num_variabl
     released = []
     for rows in ([norm, 1.0], [1.0]):
         mechanism = mechanism_of()
-        mechanism.l2_norm_clip = 0.7
+        mechanism.clip_norm.value = 0.7
         release(mechanism, *[rows_with_norms(rows)] * num_variables)
         released.append(0.7 * counts_of(mechanism))
     moved = released[0] - released[1]
@@ -108,7 +108,7 @@ def test_counts_and_gradients_have_the_noise_of_the_ledger(sigma):
         before = counts_of(mechanism)
     assert_gaussian(np.concatenate(noise), sigma)
     mechanism.histograms._complete.assign(True)
-    mechanism.l2_norm_clip = 2.0
+    mechanism.clip_norm.value = 2.0
     (released,) = release(mechanism, np.zeros([4, 20_000], "float32"))
     assert_gaussian(released, sigma * 2.0 / 10)
     assert float(mechanism.noise_stddev()) == pytest.approx(sigma * 2.0 / 10)
@@ -134,11 +134,11 @@ def test_without_gradients_it_stays_unknown():
     mechanism = mechanism_of()
     for rows in (np.zeros([4, 2]), np.full([4, 2], np.nan), np.full([4, 2], np.inf)):
         release(mechanism, np.float32(rows))
-    assert bool(mechanism.is_measuring()) and mechanism.l2_norm_clip == 1.0
+    assert bool(mechanism.is_measuring()) and mechanism.clip_norm.value == 1.0
     release(mechanism, rows_with_norms(np.full(20, 2.0)))
     # It is known after the first pair of batches with gradients.
     assert not bool(mechanism.histograms.are_open())
-    assert 0.2 < mechanism.l2_norm_clip < 0.4  # bins are that wide
+    assert 0.2 < mechanism.clip_norm.value < 0.4  # bins are that wide
 
 
 def test_a_number_that_is_set_later_stays():
@@ -146,8 +146,8 @@ def test_a_number_that_is_set_later_stays():
     for i in range(4):
         release(mechanism, rows_with_norms([0.5, 0.25]))
         if i == 2:
-            mechanism.l2_norm_clip = 3.0
-    assert mechanism.l2_norm_clip == 3.0
+            mechanism.clip_norm.value = 3.0
+    assert mechanism.clip_norm.value == 3.0
 
 
 def test_parts_of_a_batch_are_one_release():
@@ -169,8 +169,8 @@ def test_an_adaptive_one_starts_from_it():
     mechanism = mechanism_of(clipping="adaptive")
     for _ in range(3):
         release(mechanism, rows_with_norms(np.full(10, 1e6)))
-    moved = mechanism.l2_norm_clip / float(mechanism.learned_clip())
-    assert 0.5e5 < float(mechanism.learned_clip()) < 2e5
+    moved = mechanism.clip_norm.value / float(mechanism.clip_norm.learned())
+    assert 0.5e5 < float(mechanism.clip_norm.learned()) < 2e5
     assert 1.0 < moved < 1.2
 
 

@@ -184,7 +184,7 @@ def test_adaptive_clipping_counts_the_examples_of_all_replicas():
     on_one = trained("DPSGD", tf.distribute.get_strategy(), **kwargs)
     assert_same_weights(on_two, on_one)
     assert on_two.optimizer.l2_norm_clip == pytest.approx(on_one.optimizer.l2_norm_clip, rel=1e-5)
-    copies = [v.numpy() for v in on_two.optimizer._mechanism._l2_norm_clip.values]
+    copies = [v.numpy() for v in on_two.optimizer._mechanism.clip_norm._clip.values]
     assert copies[0] == copies[1] != 0.1
 
 
@@ -194,7 +194,7 @@ def test_a_measured_clip_norm_counts_the_examples_of_all_replicas():
     on_two = trained("ADADP", catalogue.mirrored(), **kwargs)
     on_one = trained("ADADP", tf.distribute.get_strategy(), **kwargs)
     assert_same_weights(on_two, on_one)
-    copies = [v.numpy() for v in on_two.optimizer._mechanism._l2_norm_clip.values]
+    copies = [v.numpy() for v in on_two.optimizer._mechanism.clip_norm._clip.values]
     assert copies[0] == copies[1] == pytest.approx(on_one.optimizer.l2_norm_clip, rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Clipping: from the norms of per-example gradients to the weights that bound them.
+"""Clipping: from the norms of per-example gradients to the weights that bound them, and the bound.
 
 Flat, automatic, per-layer and adaptive clipping are frozen objects of public values. A gradient
 source gives the squared norms and takes the weights, so no per-example gradient is ever held.
@@ -10,17 +10,22 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp.mechanism.batch_sizes import hyperparameter
+from tf_adaptive_dp.mechanism.histograms import Histograms
 
 # The range of C. It is far wider than any use, and float32 holds the squares of such norms.
 SMALLEST, LARGEST = 1e-12, 1e12
 # In place of a number: the first batches measure C.
 MEASURED = "measured"
+# A measured C in units of the upper quartile of the norms: most gradients are clipped, which suits
+# private training, at the start and after most of them have shrunk.
+_CLIP_PER_NORM = 0.1
 
 
 def clip_weights(
@@ -335,3 +340,96 @@ def serialize(clipping: Clipping) -> str | dict:
     if isinstance(clipping, FlatClipping):
         return clipping.method
     return keras.saving.serialize_keras_object(clipping)
+
+
+class ClipNorm:
+    """C, the bound on the norm of each example's gradient: given, adaptive or measured.
+
+    Guarantee: a C that is learned depends on released counts only, so it may be published and steps
+    may depend on it.
+
+    Attributes:
+      is_measured: whether the first batches measure C.
+
+    Args:
+      value: C, or `"measured"`.
+      clipping: an `AdaptiveClipping` moves C.
+      add_variable: makes a variable that is saved with the optimizer.
+
+    Raises:
+      TypeError, ValueError: if `value` is neither a number of at least 1e-12 nor `"measured"`.
+    """
+
+    def __init__(
+        self, value: float | str, clipping: Clipping, add_variable: Callable[..., tf.Variable]
+    ):
+        self.is_measured = isinstance(value, str) and value == MEASURED
+        self._is_adaptive = isinstance(clipping, AdaptiveClipping)
+        if self.is_learned:  # C is state, like the weights
+            self._clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
+        else:
+            self._clip = hyperparameter(1.0)
+        if self._is_adaptive:  # and so is the C of the last release
+            self._released = add_variable([], dtype=tf.float64, name="released_clip")
+        self._assign(1.0 if self.is_measured else value)
+
+    def _assign(self, value: Any) -> None:
+        self._clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
+
+    @property
+    def value(self) -> float:
+        """C of the next release, 1 until a measured one is known; it may be set between steps."""
+        return float(self._clip.numpy())
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._assign(value)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether C comes from released counts: of the first batches, or of each one."""
+        return self._is_adaptive or self.is_measured
+
+    def read(self) -> tf.Tensor:
+        """C of the next release, a float64 scalar."""
+        return self._clip.read_value()
+
+    def of_last_release(self) -> tf.Tensor:
+        """C of the last release, a float64 scalar; 0 before the first one of an adaptive C."""
+        return (self._released if self._is_adaptive else self._clip).read_value()
+
+    def learned(self) -> tf.Tensor | None:
+        """The C of the last gradients if it was learned, scalar; otherwise `None`."""
+        if not self.is_learned:
+            return None
+        released = self.of_last_release()
+        return tf.where(released > 0, released, self.read()) if self._is_adaptive else released
+
+    def adapt(
+        self, clipping: AdaptiveClipping, used: tf.Tensor, count: tf.Tensor, batch_size: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Moves C after a release; callers take turns.
+
+        Args:
+          clipping: says how far.
+          used: the C that the release clipped to.
+          count: scalar, the released count, see `AdaptiveClipping.next_clip`.
+          batch_size: scalar, L.
+
+        Returns:
+          Tensors that become available when C is written.
+        """
+        now = self.read()  # other threads may have moved it since
+        to = clipping.next_clip(now, count, batch_size)
+        written = (self._released.assign(used), self._clip.assign(to))
+        return [tf.convert_to_tensor(variable) for variable in written]
+
+    def measure(self, histograms: Histograms) -> tf.Tensor:
+        """Sets C from the histograms if they have just become complete; callers take turns.
+
+        Returns:
+          A tensor that becomes available when C is written.
+        """
+        known = histograms.released() & ~histograms.are_open()
+        to = tf.clip_by_value(_CLIP_PER_NORM * histograms.sizes().norms[0], SMALLEST, LARGEST)
+        return tf.convert_to_tensor(self._clip.assign(tf.where(known, to, self.read())))

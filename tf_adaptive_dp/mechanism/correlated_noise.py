@@ -14,7 +14,9 @@ from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.accounting import batch_order
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, ToeplitzStrategy, TreeNoise
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.mechanism.batch_sizes import assert_true
 from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
+from tf_adaptive_dp.mechanism.padding import Order
 
 # Threads that trace steps at the same time have to cancel noise from the same variable.
 _CREATION = threading.Lock()
@@ -24,13 +26,51 @@ _DRAWS_PER_RELEASE = 32
 # In place of the code of groups, which is not negative.
 _NO_GROUPS = -1
 
-NO_KEY = (
+_NO_KEY = (
     "The noise of this optimizer cancels noise of earlier releases, which is known only to the "
     "process that drew it, or from the directory of a `PrivacyPlan`. Without it, no epsilon is "
     "proven for further releases. Call `plan.fit` with the directory of the run to resume it; or "
     "continue with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, "
     "num_examples)`, what this one spent."
 )
+
+
+_OUT_OF_ORDER = (
+    "The batch was drawn for another step, from other groups of examples than earlier ones, or "
+    "with another number of groups than the noise has bands. With correlated noise each batch must "
+    "come at its own step, or an example may return too soon. Draw batches with `poisson_batches` "
+    "and a CyclicPoissonSampling, with one `key` for all data sets of the run and "
+    "`start_step=optimizer.ledger.num_releases`, use each once and in order, and pass "
+    "`steps_per_epoch` to `fit`."
+)
+
+
+class OrderCheck(NamedTuple):
+    """Whether a release is the one that its batch and its noise were drawn for.
+
+    Attributes:
+      rejects: assertions that must run before the release, and fail it if it is another one.
+      in_order: bool scalar, whether the release is that one, as far as the batch shows.
+      shown: bool scalar, whether the batch showed its step.
+      groups: int64 scalar, the groups that it was drawn from, if it was drawn for this step; or
+        `None`.
+    """
+
+    rejects: list[tf.Operation]
+    in_order: tf.Tensor
+    shown: tf.Tensor
+    groups: tf.Tensor | None
+
+    @classmethod
+    def any_order(cls) -> OrderCheck:
+        """That of independent noise, for which the order of batches does not matter."""
+        return cls([], tf.constant(True), tf.constant(True), None)
+
+    def with_parts(self, out_of_order: tf.Tensor, order_unknown: tf.Tensor) -> OrderCheck:
+        """That of a batch, given how many of its parts were out of order or did not show theirs."""
+        return self._replace(
+            in_order=self.in_order & tf.equal(out_of_order, 0), shown=tf.equal(order_unknown, 0)
+        )
 
 
 class NoiseKey(NamedTuple):
@@ -277,7 +317,7 @@ class CorrelatedNoise:
                 return
             drawn = int(self.number())
         raise NotPrivateError(
-            f"{NO_KEY} Received: {num_releases} releases in the ledger, with the noise of {drawn} "
+            f"{_NO_KEY} Received: {num_releases} releases in the ledger, with the noise of {drawn} "
             f"known for {self.strategy!r}"
         )
 
@@ -300,7 +340,40 @@ class CorrelatedNoise:
         for past in self._secret.past.values():
             past.assign(self._replayed(past.shape[1]))
 
-    def come_from(self, groups: tf.Tensor) -> tf.Tensor:
+    def check_order(self, order: Order | None, num_releases: tf.Tensor) -> OrderCheck:
+        """Whether the next release is the one that a batch, or a part of one, was drawn for.
+
+        Args:
+          order: which step the batch was drawn for; `None` if that is unknown.
+          num_releases: how many releases the ledger holds, which is the number of the next one.
+        """
+        fits = self.fits(num_releases)
+        rejects = [assert_true(fits, [_NO_KEY, "Received: releases in the ledger:", num_releases])]
+        shown, in_order, groups = tf.constant(False), tf.constant(True), None
+        if order is not None and self.strategy.bands is not None:
+            shown = order.shown
+            groups = order.groups_at(num_releases, self.strategy.bands)
+            in_order = ~shown | self._come_from(groups)
+            rejects.append(assert_true(in_order, [_OUT_OF_ORDER, "Received: step", num_releases]))
+        return OrderCheck([r for r in rejects if r is not None], fits & in_order, shown, groups)
+
+    def keep_groups(self, order: OrderCheck) -> list[tf.Tensor]:
+        """Remembers the groups that a batch in order shows; callers take turns.
+
+        Args:
+          order: that of the batch, or of a part.
+
+        Returns:
+          Tensors that become available when they are written.
+        """
+        if order.groups is None:
+            return []
+        (own,) = local_copies(self._secret.groups)
+        when = order.in_order & order.shown
+        kept = own.assign(tf.where(when, order.groups, self._known_groups()))
+        return [tf.convert_to_tensor(kept)]
+
+    def _come_from(self, groups: tf.Tensor) -> tf.Tensor:
         """Whether a batch is from the groups of the releases so far, a bool scalar.
 
         Args:
@@ -309,19 +382,6 @@ class CorrelatedNoise:
         known = self._known_groups()
         is_code = tf.equal(groups % 2**batch_order.BITS_OF_PERIOD, 0)
         return tf.where(known < 0, is_code, tf.equal(groups, known))
-
-    def keep(self, groups: tf.Tensor, when: tf.Tensor) -> tf.Tensor:
-        """Remembers the groups of a batch; callers take turns.
-
-        Args:
-          groups: see `Order.groups_at`.
-          when: bool scalar, whether the batch shows them.
-
-        Returns:
-          A tensor that becomes available when they are written.
-        """
-        (own,) = local_copies(self._secret.groups)
-        return tf.convert_to_tensor(own.assign(tf.where(when, groups, self._known_groups())))
 
     def forget_parts(self) -> None:
         """Forgets the groups that parts of the first batch have shown; no others."""

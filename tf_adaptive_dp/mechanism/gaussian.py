@@ -1,7 +1,8 @@
 """The Gaussian mechanism: it clips, sums, counts the release in the ledger and adds the noise.
 
 The order matters. The ledger records a release before anything that was released can be used, so
-a step that fails later is still counted; a step that fails on its data before that is not.
+a step that fails later is still counted; a step that fails on its data before that is not. So
+`release` goes through `_clipped_sums`, where it may fail on the data, `_record` and `_add_noise`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.accumulation import Accumulator
 from tf_adaptive_dp.mechanism.batch_sizes import BatchSizes, assert_true, hyperparameter
 from tf_adaptive_dp.mechanism.clipping import (
-    LARGEST,
-    MEASURED,
-    SMALLEST,
     AdaptiveClipping,
+    ClipNorm,
     Clipping,
     get_clipping,
     total_norms,
 )
-from tf_adaptive_dp.mechanism.correlated_noise import NO_KEY, CorrelatedNoise
+from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, OrderCheck
 from tf_adaptive_dp.mechanism.draw_numbers import Draw, Number, SeenDraws
 from tf_adaptive_dp.mechanism.histograms import Histograms
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
@@ -40,19 +39,6 @@ from tf_adaptive_dp.mechanism.padding import Order
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
-
-# A measured C in units of the upper quartile of the norms: most gradients are clipped, which suits
-# private training, at the start and after most of them have shrunk.
-_CLIP_PER_NORM = 0.1
-
-_OUT_OF_ORDER = (
-    "The batch was drawn for another step, from other groups of examples than earlier ones, or "
-    "with another number of groups than the noise has bands. With correlated noise each batch must "
-    "come at its own step, or an example may return too soon. Draw batches with `poisson_batches` "
-    "and a CyclicPoissonSampling, with one `key` for all data sets of the run and "
-    "`start_step=optimizer.ledger.num_releases`, use each once and in order, and pass "
-    "`steps_per_epoch` to `fit`."
-)
 
 _INDEX_OUTSIDE = (
     "An example has an index outside of its row, and gradients are not finite: in a gather with "
@@ -110,6 +96,7 @@ class GaussianMechanism:
 
     Attributes:
       clipping: the `Clipping`.
+      clip_norm: the `ClipNorm`, which holds C.
       num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
       examples_per_user: the number of rows of each user, or `None` if the unit is an example.
       gradient_accumulation_steps: the number of parts in which each batch arrives.
@@ -121,7 +108,6 @@ class GaussianMechanism:
       sizes: the `BatchSizes`, with the public divisor.
       histograms: the `Histograms` of the first batches, those of a measured C or what an optimizer
         set before its first step; or `None`.
-      measures_clip: whether C is measured, by the first batches.
     """
 
     def __init__(
@@ -148,18 +134,9 @@ class GaussianMechanism:
           TypeError, ValueError: if an argument has the wrong type or is out of its range.
         """
         self.clipping = get_clipping(clipping)
-        self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
-        self.measures_clip = isinstance(l2_norm_clip, str) and l2_norm_clip == MEASURED
-        if self.learns_clip:  # C is state, like the weights
-            self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
-        else:
-            self._l2_norm_clip = hyperparameter(1.0)
-        if self._is_adaptive:  # and so is the C of the last release
-            self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
-        self.histograms = Histograms(None, add_variable) if self.measures_clip else None
+        self.clip_norm = ClipNorm(l2_norm_clip, self.clipping, add_variable)
+        self.histograms = Histograms(None, add_variable) if self.clip_norm.is_measured else None
         self._noise_multiplier = hyperparameter(0.0)
-        clip = 1.0 if self.measures_clip else checks.number("l2_norm_clip", l2_norm_clip, SMALLEST)
-        self._l2_norm_clip.assign(clip)
         self.noise_multiplier = noise_multiplier
         self.num_microbatches, self.examples_per_user = _checked_groups(
             num_microbatches, examples_per_user
@@ -187,40 +164,12 @@ class GaussianMechanism:
         )
         self.seen = SeenDraws(self.ledger)
 
-    @property
-    def seen(self) -> SeenDraws:
-        """The numbers of released batches, with which batches are compared."""
-        return self._seen
-
-    @seen.setter
-    def seen(self, seen: SeenDraws) -> None:
-        self._seen = seen
-        self.ledger.batches = seen, self.sizes
-
-    def continue_after(self, ledgers: Iterable[Ledger]) -> None:
-        """Takes over what this process knows about releases that the ledger took over.
-
-        Otherwise a copy of an optimizer would not know how the batches before it were drawn, nor
-        behind which statistics it trained.
-
-        Args:
-          ledgers: those whose releases this ledger holds.
-        """
-        for ledger in ledgers:
-            if ledger.batches is not None and ledger not in self._taken_over:
-                self._taken_over.add(ledger)
-                self.ledger.statistics.update(ledger.statistics)
-                seen, sizes = ledger.batches
-                if seen is not self._seen:
-                    self._seen.add_counts(seen.counts())
-                self.sizes.continue_after(sizes)
-
     def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
         """Raises ValueError for settings whose releases have parts without correlated noise."""
         given = {
-            "l2_norm_clip": self.measures_clip,
+            "l2_norm_clip": self.clip_norm.is_measured,
             "num_microbatches": self.num_microbatches is not None,
-            "clipping": self._is_adaptive,
+            "clipping": isinstance(self.clipping, AdaptiveClipping),
             "examples_per_user": self.examples_per_user is not None,
         }
         for name, wrong in given.items():
@@ -230,72 +179,6 @@ class GaussianMechanism:
                     f"measured clip norms, or users. Leave `{name}` out, or the noise independent. "
                     f"Received: {name}, noise={strategy!r}"
                 )
-
-    @property
-    def l2_norm_clip(self) -> float:
-        """C, the bound on the L2 norm of each example's gradient; it may be set between steps."""
-        return float(self._l2_norm_clip.numpy())
-
-    @l2_norm_clip.setter
-    def l2_norm_clip(self, value: float) -> None:
-        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
-
-    @property
-    def learns_clip(self) -> bool:
-        """Whether C comes from released counts: of the first batches, or of each one."""
-        return self._is_adaptive or self.measures_clip
-
-    def learned_clip(self) -> tf.Tensor | None:
-        """The C of the last gradients if it was learned, scalar; otherwise `None`.
-
-        It was computed from noisy counts of earlier releases, so steps may depend on it.
-        """
-        if not self.learns_clip:
-            return None
-        clip = self._l2_norm_clip.read_value()
-        if not self._is_adaptive:
-            return clip
-        released = self._released_clip.read_value()
-        return tf.where(released > 0, released, clip)
-
-    @property
-    def noise_multiplier(self) -> float:
-        """σ, the noise in units of C. Setting it between steps opens a new ledger segment."""
-        return float(self._noise_multiplier.numpy())
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> None:
-        value = checks.number("noise_multiplier", value, 0)
-        if isinstance(self.clipping, AdaptiveClipping):
-            self.clipping.check_noise(value)
-        self._noise_multiplier.assign(value)
-
-    def sigma(self) -> tf.Tensor:
-        """σ as a scalar tensor, for steps that compute with it."""
-        return self._noise_multiplier.read_value()
-
-    def batch_size(self) -> float | None:
-        """The batch size that the next release will be recorded with.
-
-        Returns:
-          L, as given or taken from the first batch; more, if batches turned out to be larger; or
-          `None` if L is not given and no batch has been seen.
-        """
-        size = self.sizes.expected or self.sizes.first
-        return self.ledger.size_that_counts(size) if size else None
-
-    def drop_parts(self) -> None:
-        """Forgets the parts of an incomplete batch."""
-        if self.accumulator is not None:
-            self.accumulator.drop()
-        if isinstance(self.generator, CorrelatedNoise):
-            self.generator.forget_parts()
-        self.seen.drop_parts()
-
-    @property
-    def complete(self) -> tf.Tensor | None:
-        """Whether this thread's last `release` completed a batch: a bool tensor in its graph."""
-        return self._complete.get(threading.get_ident())
 
     @tf.autograph.experimental.do_not_convert
     def release(
@@ -342,7 +225,7 @@ class GaussianMechanism:
         """
         size = self.sizes.units(replicas.total(tf.cast(batch_size, tf.int64)))
         check = self.sizes.check(size)
-        clip = self._l2_norm_clip.read_value()
+        clip = self.clip_norm.read()
         with tf.control_dependencies([check] if check is not None else []):
             of_variables, batch = self._clipped_sums(
                 source, scale, shift, layers, places, clip, padding
@@ -475,11 +358,8 @@ class GaussianMechanism:
             whole = batch._replace(sums=[s * unit for s in batch.sums])
 
             def record() -> list[tf.Tensor]:
-                now = self._check_order(None)
-                order = now._replace(
-                    in_order=now.in_order & tf.equal(batch.out_of_order, 0),
-                    shown=tf.equal(batch.order_unknown, 0),
-                )
+                order = self._check_order(None)
+                order = order.with_parts(batch.out_of_order, batch.order_unknown)
                 with tf.control_dependencies(self._remember(arrived, order)):
                     return self._record(whole, arrived.size, draw, order).flat()
 
@@ -490,7 +370,7 @@ class GaussianMechanism:
             complete, release, lambda: [tf.zeros_like(s) for s in of_gradients]
         )
 
-    def _record(self, batch: _Sums, size: tf.Tensor, draw: Draw, order: _OrderCheck) -> _Recorded:
+    def _record(self, batch: _Sums, size: tf.Tensor, draw: Draw, order: OrderCheck) -> _Recorded:
         """Records a release in the ledger. Call it when its turn comes, after all checks.
 
         Args:
@@ -546,22 +426,13 @@ class GaussianMechanism:
             self._add_to(self.histograms, counts, clip, record)
         return [s * factor for s in noisy]
 
-    def _check_order(self, order: Order | None) -> _OrderCheck:
+    def _check_order(self, order: Order | None) -> OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for."""
-        if not isinstance(self.generator, CorrelatedNoise):
-            return _OrderCheck([], tf.constant(True), tf.constant(True), None)
-        count = self.ledger.count()
-        fits = self.generator.fits(count)
-        rejects = [assert_true(fits, [NO_KEY, "Received: releases in the ledger:", count])]
-        shown, in_order, groups = tf.constant(False), tf.constant(True), None
-        bands = self.generator.strategy.bands
-        if order is not None and bands is not None:
-            shown, groups = order.shown, order.groups_at(count, bands)
-            in_order = ~shown | self.generator.come_from(groups)
-            rejects.append(assert_true(in_order, [_OUT_OF_ORDER, "Received: step", count]))
-        return _OrderCheck([r for r in rejects if r is not None], fits & in_order, shown, groups)
+        if isinstance(self.generator, CorrelatedNoise):
+            return self.generator.check_order(order, self.ledger.count())
+        return OrderCheck.any_order()
 
-    def _remember(self, arrived: _Arrived, order: _OrderCheck) -> list[tf.Operation | tf.Tensor]:
+    def _remember(self, arrived: _Arrived, order: OrderCheck) -> list[tf.Operation | tf.Tensor]:
         """What later batches are compared with; call it when the batch's turn comes.
 
         Args:
@@ -570,9 +441,8 @@ class GaussianMechanism:
         """
         with tf.control_dependencies(order.rejects):
             written = [*order.rejects, self.sizes.remember(arrived.size, arrived.has_public_size)]
-            if isinstance(self.generator, CorrelatedNoise) and order.groups is not None:
-                shown = order.in_order & order.shown
-                written.append(self.generator.keep(order.groups, shown))
+            if isinstance(self.generator, CorrelatedNoise):
+                written += self.generator.keep_groups(order)
         return written
 
     def _adapt(
@@ -589,15 +459,8 @@ class GaussianMechanism:
         (noisy,) = generator.add_to(count, stddev, tf.constant(0.5, tf.float64))
         mark_released(noisy)
         total = replicas.total(noisy)
-
-        def move() -> list[tf.Tensor]:
-            now = self._l2_norm_clip.read_value()  # other threads may have moved it since
-            to = clipping.next_clip(now, total, record.groups)
-            written = (self._released_clip.assign(clip), self._l2_norm_clip.assign(to))
-            return [tf.convert_to_tensor(variable) for variable in written]
-
         with tf.control_dependencies([total]):
-            self._turns.take(move)
+            self._turns.take(lambda: self.clip_norm.adapt(clipping, clip, total, record.groups))
 
     def _add_to(
         self, histograms: Histograms, released: tf.Tensor, clip: tf.Tensor, record: _Recorded
@@ -609,15 +472,10 @@ class GaussianMechanism:
 
         def add() -> list[tf.Tensor]:
             written = histograms.add(total, clip, sigma, record.groups)
-            if not self.measures_clip:
+            if not self.clip_norm.is_measured:
                 return written
             with tf.control_dependencies(written):
-                known = histograms.released() & ~histograms.are_open()
-                to = tf.clip_by_value(
-                    _CLIP_PER_NORM * histograms.sizes().norms[0], SMALLEST, LARGEST
-                )
-                clip_now = tf.where(known, to, self._l2_norm_clip.read_value())
-                return [*written, tf.convert_to_tensor(self._l2_norm_clip.assign(clip_now))]
+                return [*written, self.clip_norm.measure(histograms)]
 
         with tf.control_dependencies([total]):
             self._turns.take(add)
@@ -627,6 +485,73 @@ class GaussianMechanism:
         if isinstance(self.clipping, AdaptiveClipping):
             return self.clipping.split_noise(sigma, expected)[0]
         return sigma
+
+    @property
+    def seen(self) -> SeenDraws:
+        """The numbers of released batches, with which batches are compared."""
+        return self._seen
+
+    @seen.setter
+    def seen(self, seen: SeenDraws) -> None:
+        self._seen = seen
+        self.ledger.batches = seen, self.sizes
+
+    def continue_after(self, ledgers: Iterable[Ledger]) -> None:
+        """Takes over what this process knows about releases that the ledger took over.
+
+        Otherwise a copy of an optimizer would not know how the batches before it were drawn, nor
+        behind which statistics it trained.
+
+        Args:
+          ledgers: those whose releases this ledger holds.
+        """
+        for ledger in ledgers:
+            if ledger.batches is not None and ledger not in self._taken_over:
+                self._taken_over.add(ledger)
+                self.ledger.statistics.update(ledger.statistics)
+                seen, sizes = ledger.batches
+                if seen is not self._seen:
+                    self._seen.add_counts(seen.counts())
+                self.sizes.continue_after(sizes)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ, the noise in units of C. Setting it between steps opens a new ledger segment."""
+        return float(self._noise_multiplier.numpy())
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        value = checks.number("noise_multiplier", value, 0)
+        if isinstance(self.clipping, AdaptiveClipping):
+            self.clipping.check_noise(value)
+        self._noise_multiplier.assign(value)
+
+    def sigma(self) -> tf.Tensor:
+        """σ as a scalar tensor, for steps that compute with it."""
+        return self._noise_multiplier.read_value()
+
+    def batch_size(self) -> float | None:
+        """The batch size that the next release will be recorded with.
+
+        Returns:
+          L, as given or taken from the first batch; more, if batches turned out to be larger; or
+          `None` if L is not given and no batch has been seen.
+        """
+        size = self.sizes.expected or self.sizes.first
+        return self.ledger.size_that_counts(size) if size else None
+
+    def drop_parts(self) -> None:
+        """Forgets the parts of an incomplete batch."""
+        if self.accumulator is not None:
+            self.accumulator.drop()
+        if isinstance(self.generator, CorrelatedNoise):
+            self.generator.forget_parts()
+        self.seen.drop_parts()
+
+    @property
+    def complete(self) -> tf.Tensor | None:
+        """Whether this thread's last `release` completed a batch: a bool tensor in its graph."""
+        return self._complete.get(threading.get_ident())
 
     def released_gradients(self) -> tf.Tensor:
         """Whether this thread's last `release` released gradients; a bool scalar.
@@ -673,8 +598,7 @@ class GaussianMechanism:
 
     def noise_stddev(self) -> tf.Tensor:
         """The standard deviation of the noise in the last released mean, σC/L; float32."""
-        clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
-        return tf.cast(self.relative_noise() * clip.read_value(), tf.float32)
+        return tf.cast(self.relative_noise() * self.clip_norm.of_last_release(), tf.float32)
 
 
 class _Arrived(NamedTuple):
@@ -691,23 +615,6 @@ class _Arrived(NamedTuple):
     has_public_size: bool | tf.Tensor
     number: Number | None
     order: Order | None
-
-
-class _OrderCheck(NamedTuple):
-    """Whether a release is the one that its batch and its noise were drawn for.
-
-    Attributes:
-      rejects: assertions that must run before the release, and fail it if it is another one.
-      in_order: bool scalar, whether the release is that one, as far as the batch shows.
-      shown: bool scalar, whether the batch showed its step.
-      groups: int64 scalar, the groups that it was drawn from, if it was drawn for this step; or
-        `None`.
-    """
-
-    rejects: list[tf.Operation]
-    in_order: tf.Tensor
-    shown: tf.Tensor
-    groups: tf.Tensor | None
 
 
 class _Sums(NamedTuple):

@@ -206,7 +206,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
         """Judges the pair over all variables, then updates each; see `OwnRuleOptimizer`."""
-        clip = self._mechanism.learned_clip()
+        clip = self._mechanism.clip_norm.learned()
         if clip is not None:  # in units of C, which may grow faster than η can shrink
             grads_and_vars = [(g / tf.cast(clip, g.dtype), v) for g, v in grads_and_vars]
         odd = self.iterations % 2 == 1

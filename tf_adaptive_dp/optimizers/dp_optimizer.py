@@ -161,21 +161,21 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
         It may be set between steps.
         """
-        return self._mechanism.l2_norm_clip
+        return self._mechanism.clip_norm.value
 
     @l2_norm_clip.setter
     def l2_norm_clip(self, value: float) -> None:
-        self._mechanism.l2_norm_clip = value
+        self._mechanism.clip_norm.value = value
 
     @property
     def measures_clip(self) -> bool:
         """Whether the first batches measure C, as `l2_norm_clip="measured"` asks."""
-        return self._mechanism.measures_clip
+        return self._mechanism.clip_norm.is_measured
 
     @property
     def learns_units(self) -> bool:
         """Whether the optimizer learns how large gradients are, from what it releases."""
-        return self._mechanism.learns_clip
+        return self._mechanism.clip_norm.is_learned
 
     @property
     def batches_to_measure(self) -> int:
