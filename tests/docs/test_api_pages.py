@@ -16,7 +16,7 @@ PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.M)
 # How all optimizers show what they share; it is no public name.
-SHARED = "tf_adaptive_dp.optimizers.dp_optimizer.DPOptimizer"
+SHARED = "tf_adaptive_dp.optimizers.shared_attributes.SharedAttributes"
 
 
 def public_modules(module=tf_adaptive_dp):

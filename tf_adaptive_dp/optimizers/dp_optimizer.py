@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import math
 import numbers
 import threading
 import warnings
@@ -40,7 +39,6 @@ from tf_adaptive_dp._keras.variables import (
 )
 from tf_adaptive_dp.accounting import noise_strategies
 from tf_adaptive_dp.accounting.earlier_releases import note_ledger, warn_of_earlier_releases
-from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.frames import handles_read
@@ -48,10 +46,9 @@ from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_f
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import note_optimizer
 from tf_adaptive_dp.mechanism.clipping import MEASURED, Clipping, PerLayerClipping, serialize
-from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
+from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise
 from tf_adaptive_dp.mechanism.draw_numbers import (
     Number,
-    Seen,
     SeenDraws,
     lacks_weights,
     number_of,
@@ -61,7 +58,6 @@ from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.padding import rows_of_padding
 from tf_adaptive_dp.mechanism.replicas import num_replicas, total
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
-from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.normalization import refuse_unpaid_behind
 from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
 from tf_adaptive_dp.optimizers.compiled_step import check_finished_fit, note_step
@@ -70,6 +66,7 @@ from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.optimizers.registration import FullSignature, require_arguments
+from tf_adaptive_dp.optimizers.shared_attributes import SharedAttributes
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 _OUTSIDE_OF_PLAN = (
@@ -81,7 +78,7 @@ _OUTSIDE_OF_PLAN = (
 _building = threading.RLock()  # not an attribute: optimizers can be copied, locks cannot
 
 
-class DPOptimizer(FullSignature, SelfScalingOptimizer):
+class DPOptimizer(SharedAttributes, FullSignature, SelfScalingOptimizer):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
     `Model.fit` calls `compute_gradients` through `minimize`. Instead of the gradient of the mean
@@ -89,7 +86,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     optimizer does with that is post-processing.
 
     The shell holds the parts that do the work: the `GaussianMechanism` with its ledger, a
-    `Preconditioning` and a `LossScaling`.
+    `Preconditioning` and a `LossScaling`. `SharedAttributes` shows what they hold; here is what
+    Keras calls: the step (`compute_gradients`, `apply_gradients`), and then saving and loading.
 
     Guarantee: every gradient that `apply_gradients` accepts was released by the `GaussianMechanism`
     and is in the ledger, unless the caller passes `non_private_gradients=True`.
@@ -154,225 +152,6 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         refusals.refuse_measuring_once(self)
         if self.side_information is not None:
             self.ledger.other_events = events(self.side_information.provenance)
-
-    @property
-    def l2_norm_clip(self) -> float:
-        """C, the bound on each example's gradient; 1 until a `"measured"` one is known.
-
-        It may be set between steps.
-        """
-        return self._mechanism.clip_norm.value
-
-    @l2_norm_clip.setter
-    def l2_norm_clip(self, value: float) -> None:
-        self._mechanism.clip_norm.value = value
-
-    @property
-    def measures_clip(self) -> bool:
-        """Whether the first batches measure C, as `l2_norm_clip="measured"` asks."""
-        return self._mechanism.clip_norm.is_measured
-
-    @property
-    def learns_units(self) -> bool:
-        """Whether the optimizer learns how large gradients are, from what it releases."""
-        return self._mechanism.clip_norm.is_learned
-
-    @property
-    def batches_to_measure(self) -> int:
-        """W, how many of the first batches find scales and change no weights; 0 if none do.
-
-        It is known once the batch size is.
-        """
-        mechanism = self._mechanism
-        if mechanism.histograms is None or not self.next_release()[1]:
-            return 0
-        return int(mechanism.batches_to_measure())
-
-    @property
-    def has_only_measured(self) -> bool:
-        """Whether all of its batches so far found scales, so that it has changed no weights.
-
-        A copy measures anew, whatever its ledger holds of the batches before.
-        """
-        return self.ledger.num_releases > 0 and self._mechanism.has_only_measured()
-
-    @property
-    def noise_multiplier(self) -> float:
-        """σ. Setting it between steps opens a new segment of the ledger."""
-        return self._mechanism.noise_multiplier
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> None:
-        self._mechanism.noise_multiplier = value
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        """L, the public divisor, or `None`. Setting it opens a new segment of the ledger."""
-        return self._mechanism.sizes.expected
-
-    @expected_batch_size.setter
-    def expected_batch_size(self, value: float | None) -> None:
-        self._mechanism.sizes.expected = value
-
-    def take_batch_size(self, size: int) -> None:
-        """Sets `expected_batch_size` to that of full batches, of which the last may be smaller."""
-        self._mechanism.sizes.expect_at_most(size)
-
-    @property
-    def num_microbatches(self) -> int | None:
-        """The number of groups whose mean gradients are clipped; `None` clips every example's."""
-        return self._mechanism.num_microbatches
-
-    @property
-    def examples_per_user(self) -> int | None:
-        """The number of rows of each user in a batch; `None` if the unit is an example."""
-        return self._mechanism.examples_per_user
-
-    @property
-    def clipping(self) -> Clipping:
-        """How gradients are clipped."""
-        return self._mechanism.clipping
-
-    def compare_draws_with(self, seen: SeenDraws) -> None:
-        """Compares batches with those of other optimizers, too; before the first step.
-
-        Args:
-          seen: the batches that were released by any of them.
-        """
-        self._mechanism.seen = seen
-
-    @property
-    def expects_padding(self) -> bool:
-        """Whether a plan made this optimizer, whose batches are padded with rows of weight 0."""
-        return self._expects_padding
-
-    def expect_padding(self) -> None:
-        """Makes a step warn if it receives no sample weights, which a plan's batches have."""
-        self._expects_padding = True
-
-    @property
-    def parts_per_batch(self) -> int:
-        """k, the number of parts in which each batch arrives; `gradient_accumulation_steps`.
-
-        Keras 3 has a property of that name, and would accumulate what was released.
-        """
-        return self._mechanism.gradient_accumulation_steps
-
-    @property
-    def unfinished_parts(self) -> int:
-        """How many parts of an incomplete batch are held."""
-        accumulator = self._mechanism.accumulator
-        return 0 if accumulator is None else accumulator.num_parts
-
-    def drop_unfinished_parts(self) -> None:
-        """Forgets the parts of an incomplete batch. Nothing of them was released."""
-        if self.unfinished_parts:
-            self._mechanism.drop_parts()
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Rows of the first batch, padding included; 0 before it. With microbatches, the most."""
-        return self._mechanism.sizes.rows_per_batch
-
-    @property
-    def batches_seen(self) -> Seen:
-        """How many batches, or parts of batches, this process identified; not saved."""
-        return self._mechanism.seen.counts()
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the noise; `None` if the noise is secret, as privacy needs it."""
-        return self._mechanism.generator.seed
-
-    @property
-    def noise(self) -> NoiseStrategy:
-        """How the noise of a step depends on that of earlier steps."""
-        return self.ledger.noise
-
-    @property
-    def side_information(self) -> SideInformation | None:
-        """What preconditions gradients, or `None`."""
-        return self._preconditioning.side_information
-
-    @property
-    def initial_scale(self) -> float:
-        """The loss scale; `1.0` if it depends on the variables."""
-        return self._loss_scaling.scale or 1.0
-
-    @property
-    def ledger(self) -> Ledger:
-        """The record of all releases; saved and restored with the optimizer."""
-        return self._mechanism.ledger
-
-    @property
-    def statistics(self) -> GradientStatistics:
-        """Statistics of the raw gradients, for monitoring. NOT private."""
-        return self._mechanism.statistics
-
-    @property
-    def current_learning_rate(self) -> float | None:
-        """The rate of the next step; `None` if variables differ in it, as in `MultiOptimizer`."""
-        rate = getattr(self, "learning_rate", None)
-        return None if rate is None else float(tf.convert_to_tensor(rate).numpy())
-
-    def __repr__(self) -> str:
-        with tf.init_scope():  # while a step is being traced, too
-            is_unknown = self.measures_clip and self._mechanism.has_only_measured()
-            values = {
-                "l2_norm_clip": MEASURED if is_unknown else float(f"{self.l2_norm_clip:.6g}"),
-                "noise_multiplier": self.noise_multiplier,
-                "expected_batch_size": self.expected_batch_size,
-            }
-            if self.current_learning_rate is not None:
-                values["learning_rate"] = float(f"{self.current_learning_rate:.6g}")
-            values["num_releases"] = self.ledger.num_releases
-        return f"<{type(self).__name__} {', '.join(f'{k}={v}' for k, v in values.items())}>"
-
-    def resume_noise(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Continues the noise of an earlier process; `PrivacyPlan.fit` calls it.
-
-        Args:
-          keys: the keys of correlated noise, each with the number of the first release that it is
-            for; the last one is new. The ledger must hold all releases of the run.
-
-        Raises:
-          TypeError: if the noise is independent, which needs no keys.
-          ValueError: if the keys do not cover all releases.
-        """
-        if not isinstance(self._mechanism.generator, CorrelatedNoise):
-            raise TypeError(f"Only correlated noise has keys. Received: noise={self.noise!r}")
-        own = [NoiseKey(*key) for key in keys]
-        self._mechanism.generator.resume(own, self.ledger.num_releases)
-
-    def next_release(self) -> tuple[float, float | None]:
-        """What the ledger will record for one more step.
-
-        Returns:
-          The noise multiplier, and the batch size or `None` if no batch has been seen yet.
-        """
-        halved = self._mechanism.sizes.examples_share_groups()
-        return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
-
-    def noise_to_signal(self, variables: Sequence[tf.Variable]) -> float | None:
-        """The norm of a step's noise relative to the largest norm that the mean gradient can have.
-
-        That is σ·√d / L for d trained numbers and a batch of L examples, all of them public; more
-        with correlated noise, whose single steps are noisier.
-
-        Args:
-          variables: the variables that are trained.
-
-        Returns:
-          `None` if no batch has been seen yet and `expected_batch_size` was not set.
-        """
-        _, size = self.next_release()
-        if not size:
-            return None
-        num_parameters = sum(native(v).shape.num_elements() for v in variables)
-        noise = self.noise_multiplier * math.sqrt(num_parameters) / size
-        if self.noise.is_independent:
-            return noise
-        return noise * float(self.noise.deviations(self.ledger.num_releases + 1)[-1])
 
     @tf.autograph.experimental.do_not_convert
     @short_traceback
@@ -454,6 +233,21 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         step_settings.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)
 
+    def _build_outside(self, variables: Sequence[tf.Variable], loss: tf.Tensor) -> None:
+        """Creates slots in the first step without having its `tf.function` traced twice.
+
+        Nor do metrics that its model has yet to make cause that.
+        """
+        read = handles_read(loss)
+        if is_symbolic(loss):
+            for model in running_models():
+                have_metrics_made_outside(model)
+        with _one_at_a_time(), uncounted_variables():
+            self.build(variables)
+            if tf.executing_eagerly() and not self._only_inspects:
+                own = [native(v) for v in variables]
+                self._mechanism.continue_after(warn_of_earlier_releases(own, self.ledger, read))
+
     def _release(
         self, source: PerExampleGradients, of_keras: Sequence[tf.Variable]
     ) -> list[tf.Tensor | None]:
@@ -531,51 +325,6 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self._expects_padding = False  # a step may be traced several times
             warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
 
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
-        """Creates all slots, those of the side information first.
-
-        Args:
-          var_list: the variables to train. Without any, nothing is created, so that the first step
-            still can.
-        """
-        var_list = list(var_list)
-        if not var_list:
-            warnings.warn(
-                "The optimizer was built without variables, as Keras 3 does when it loads an "
-                "`.h5` file. It keeps its ledger, but its slots and `iterations` start from zero. "
-                "Save models as `.keras`, which keeps all of their state.",
-                stacklevel=level_of_caller(),
-            )
-            return
-        self._preconditioning.build_in(self, var_list)
-        super().build(var_list)
-        self._note_ledger(var_list)
-
-    def _note_ledger(self, var_list: Sequence[tf.Variable]) -> None:
-        """Lets the variables know the ledger, which may be loaded, as a later optimizer has to."""
-        if tf.executing_eagerly() and not self._only_inspects:
-            note_ledger([native(v) for v in var_list], self.ledger)
-
-    def _build_outside(self, variables: Sequence[tf.Variable], loss: tf.Tensor) -> None:
-        """Creates slots in the first step without having its `tf.function` traced twice.
-
-        Nor do metrics that its model has yet to make cause that.
-        """
-        read = handles_read(loss)
-        if is_symbolic(loss):
-            for model in running_models():
-                have_metrics_made_outside(model)
-        with _one_at_a_time(), uncounted_variables():
-            self.build(variables)
-            if tf.executing_eagerly() and not self._only_inspects:
-                own = [native(v) for v in variables]
-                self._mechanism.continue_after(warn_of_earlier_releases(own, self.ledger, read))
-
-    def is_between_steps(self) -> bool:
-        """Whether side information may change now: not between the minibatches of one step."""
-        between = self._preconditioning.is_between_steps(self.iterations)
-        return between and not self.unfinished_parts
-
     @tf.autograph.experimental.do_not_convert
     @short_traceback
     def apply_gradients(
@@ -629,6 +378,36 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             lambda: tf.convert_to_tensor(apply()),
             lambda: tf.convert_to_tensor(self.iterations),
         )
+
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Creates all slots, those of the side information first.
+
+        Args:
+          var_list: the variables to train. Without any, nothing is created, so that the first step
+            still can.
+        """
+        var_list = list(var_list)
+        if not var_list:
+            warnings.warn(
+                "The optimizer was built without variables, as Keras 3 does when it loads an "
+                "`.h5` file. It keeps its ledger, but its slots and `iterations` start from zero. "
+                "Save models as `.keras`, which keeps all of their state.",
+                stacklevel=level_of_caller(),
+            )
+            return
+        self._preconditioning.build_in(self, var_list)
+        super().build(var_list)
+        self._note_ledger(var_list)
+
+    def _note_ledger(self, var_list: Sequence[tf.Variable]) -> None:
+        """Lets the variables know the ledger, which may be loaded, as a later optimizer has to."""
+        if tf.executing_eagerly() and not self._only_inspects:
+            note_ledger([native(v) for v in var_list], self.ledger)
+
+    def is_between_steps(self) -> bool:
+        """Whether side information may change now: not between the minibatches of one step."""
+        between = self._preconditioning.is_between_steps(self.iterations)
+        return between and not self.unfinished_parts
 
     def finalize_variable_values(self, var_list: Sequence[tf.Variable]) -> None:
         """Ends a `fit`, which calls this: variables may get their moving averages.
