@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp._keras.generation import GENERATION
 
 
 def model(**kwargs):
@@ -167,13 +168,14 @@ def test_full_batches_of_a_data_set_of_unknown_size_have_the_expected_size(data)
 class Batches(tf.keras.utils.Sequence):  # `PyDataset`, of which this is a name in Keras 3
     def __init__(self, size, **attributes):
         super().__init__()
-        self.size, self.data = size, catalogue.data(20)
+        self.size, self.data, self.read = size, catalogue.data(20), []
         vars(self).update(attributes)
 
     def __len__(self):
         return -(-20 // self.size)
 
     def __getitem__(self, index):
+        self.read.append(index)
         return tuple(part[index * self.size : (index + 1) * self.size] for part in self.data)
 
 
@@ -207,6 +209,15 @@ def test_a_py_dataset_of_equal_batches_or_of_steps_trains():
     made = model()
     made.fit(Batches(8), steps_per_epoch=2, shuffle=False, verbose=0)
     assert made.optimizer.ledger.segments == [(1.0, 8.0, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:Under eager execution")
+@pytest.mark.skipif(GENERATION == 3, reason="Keras 3 cannot train eagerly")
+def test_the_last_batch_of_a_py_dataset_is_looked_at_once_in_an_eager_fit():
+    made, batches = model(), Batches(5)
+    made.run_eagerly = True
+    made.fit(batches, epochs=2, shuffle=False, verbose=0)
+    assert batches.read.count(3) == 2 + 1
 
 
 def test_batches_of_a_py_dataset_that_says_a_smaller_size_are_refused():

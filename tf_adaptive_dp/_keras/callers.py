@@ -11,6 +11,7 @@ import itertools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,12 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras import datasets
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
+
+# What the ends of a `PyDataset` have shown, by the callbacks of the `fit` that it was given to: a
+# step may be traced twice, and an eager one asks each time, while a batch may be slow to make.
+_ENDS: weakref.WeakKeyDictionary[keras.callbacks.CallbackList, tuple[int, int] | None] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def callbacks_beside(callback: tf.keras.callbacks.Callback) -> list[tf.keras.callbacks.Callback]:
@@ -167,12 +174,21 @@ class RunningFit:
           `None` if they are the same or cannot be told, and with `steps_per_epoch`, which may end
           epochs before the last batch.
         """
+        if self.callbacks is None:
+            return self._read_ends()
+        if self.callbacks not in _ENDS:
+            _ENDS[self.callbacks] = self._read_ends()
+        return _ENDS[self.callbacks]
+
+    def _read_ends(self) -> tuple[int, int] | None:
         x = self._variables.get("x")
         if not isinstance(x, keras.utils.Sequence) or self._variables["steps_per_epoch"]:
             return None
         with tf.init_scope():  # a step may be traced now
-            number = len(x) if GENERATION == 2 else x.num_batches
-            first, last = (_rows(x[i]) for i in (0, number - 1)) if number else (None, None)
+            number = (len(x) if GENERATION == 2 else x.num_batches) or 0
+            if number < 2:
+                return None
+            first, last = _rows(x[0]), _rows(x[number - 1])
         return None if first is None or last is None or first == last else (first, last)
 
     def num_examples(self) -> int | None:
