@@ -274,8 +274,12 @@ class PrivacyPlan:
     def _usual_batch_size(self, noise: NoiseStrategy | str | None) -> int:
         """The batch size of a plan that was given none."""
         bands = 1 if noise == "best" else noise_strategies.get_strategy(noise).bands
-        most = min(_LARGEST_USUAL_BATCH, self._num_units // (bands or 1))
+        most = min(_LARGEST_USUAL_BATCH, self._largest_batch_size(bands))
         return max(1, min(most, round(self._num_units * self.epochs / _ENOUGH_STEPS)))
+
+    def _largest_batch_size(self, bands: int | None) -> int:
+        """That of batches which hold every example once in each of `bands` steps."""
+        return self._num_units // (bands or 1)
 
     def _epsilon_of_run(self) -> float:
         """The ε of all steps with the plan's noise, and of any normalization."""
@@ -719,7 +723,7 @@ class PrivacyPlan:
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
-            largest = self._num_units // (self.noise.bands or 1)
+            largest = self._largest_batch_size(self.noise.bands)
             batch_sizes = sorted({min(max(size, 1), largest) for size in some})
         if epochs is None:
             epochs = sorted({max(1, self.epochs // 2), self.epochs, 2 * self.epochs})
