@@ -155,8 +155,7 @@ def _rdp_of_event(event: dp_accounting.DpEvent) -> np.ndarray:
         return np.full(len(rdp.RdpAccountant().orders), math.inf)
     if np.any(found < -1e-6):  # far below rounding errors: it would pay for other releases
         raise ValueError(
-            "An event must have noise that is not negative, and counts that are not negative "
-            f"either. Received: event={event!r}"
+            f"The noise and the counts of an event must be at least 0. Received: event={event!r}"
         )
     return np.maximum(found, 0)
 
