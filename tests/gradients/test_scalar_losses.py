@@ -42,7 +42,7 @@ def traced(total, *arguments, dynamic=True, expected_batch_size=None):
             loss, [w], tape, "traced", expected_batch_size=expected_batch_size
         )
         (penalty,) = source.penalty_gradients
-        assert not source.counts_batch
+        assert not source.loss.counts_batch
         penalty = tf.zeros([D]) if penalty is None else penalty
         sums = source.weighted_sum(tf.ones_like(source.example_losses))
         return source.squared_norms(), sums[0], penalty
@@ -278,7 +278,7 @@ def test_a_penalty_that_counts_the_batch_is_seen(name):
         with tf.GradientTape() as tape:
             number = tf.cast(COUNTING[name](x), tf.float32)
             loss = mean(each(x, w)) + tf.reduce_sum(w**2) * number
-        seen.append(per_example_gradients(loss, [w], tape).counts_batch)
+        seen.append(per_example_gradients(loss, [w], tape).loss.counts_batch)
 
     seen = []
     step(X)

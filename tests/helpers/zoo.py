@@ -20,7 +20,7 @@ from tests.helpers.zoo_models import (  # noqa: F401
 )
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.gradients.api import per_example_gradients
-from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.gradients.source import LossOfStep, PerExampleGradients
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 
 
@@ -96,10 +96,13 @@ def in_mode(
 class Rows(PerExampleGradients):
     """A gradient source of rows that the test chooses: [B, ...], one tensor per variable."""
 
-    def __init__(self, *rows):
+    def __init__(self, *rows, losses=None):
         self._rows = [tf.convert_to_tensor(r, tf.float32) for r in rows]
         self.ranks = [r.shape.rank - 1 for r in self._rows]
         self.connected = [True] * len(rows)
+        ones = tf.ones(tf.shape(self._rows[0])[:1])
+        losses = ones if losses is None else tf.convert_to_tensor(losses, tf.float32)
+        self.loss = LossOfStep(losses, losses)
 
     def _norms_of(self, k, scale, shift):
         rows = self._rows[k]

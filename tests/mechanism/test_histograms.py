@@ -13,12 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 RNG = np.random.default_rng(4)
 
 
-class RowsAndLosses(zoo.Rows):
-    def __init__(self, *rows, losses):
-        super().__init__(*rows)
-        self.unit_losses = tf.convert_to_tensor(losses, tf.float32)
-
-
 def mechanism_of(num_variables, **kwargs):
     mechanism = zoo.make_mechanism(**{"expected_batch_size": 10, **kwargs})
     mechanism.histograms = Histograms(num_variables, zoo.add_variable)
@@ -27,7 +21,7 @@ def mechanism_of(num_variables, **kwargs):
 
 def release(mechanism, rows, losses):
     places = range(len(rows))
-    return mechanism.release(RowsAndLosses(*rows, losses=losses), len(losses), places=places)
+    return mechanism.release(zoo.Rows(*rows, losses=losses), len(losses), places=places)
 
 
 def counts_of(mechanism):
@@ -131,7 +125,7 @@ def test_rows_without_a_finite_gradient_and_loss_are_not_counted():
 
 def test_shifted_padding_is_not_counted():
     mechanism = mechanism_of(1, noise_multiplier=0.0)
-    source = RowsAndLosses(rows_with_norms([0.0, 0.0, 1.0]), losses=[1.0, 1.0, 1.0])
+    source = zoo.Rows(rows_with_norms([0.0, 0.0, 1.0]), losses=[1.0, 1.0, 1.0])
     ones, shift = [tf.ones([])], [tf.constant([3.0, 4.0])]
     mechanism.release(source, 3, ones, shift, places=[0])
     np.testing.assert_allclose(counts_of(mechanism).sum(axis=1), [1, 1], rtol=1e-5)

@@ -15,12 +15,6 @@ from tf_adaptive_dp.mechanism import histograms
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 
 
-class Rows(zoo.Rows):
-    def __init__(self, *rows):
-        super().__init__(*rows)
-        self.unit_losses = tf.ones([len(rows[0])])
-
-
 def mechanism_of(**kwargs):
     return zoo.make_mechanism(
         **{"l2_norm_clip": "measured", "expected_batch_size": 10, "seed": 3, **kwargs}
@@ -34,7 +28,7 @@ def rows_with_norms(norms, size=2):
 
 
 def release(mechanism, *rows):
-    return [g.numpy() for g in mechanism.release(Rows(*rows), len(rows[0]))]
+    return [g.numpy() for g in mechanism.release(zoo.Rows(*rows), len(rows[0]))]
 
 
 def counts_of(mechanism):
@@ -58,7 +52,7 @@ def test_it_is_a_tenth_of_the_upper_quartile_whatever_the_units(factor):
 def test_noise_takes_more_batches_in_pairs_and_hardly_moves_it(sigma, clipping):
     mechanism = mechanism_of(noise_multiplier=sigma, expected_batch_size=50, clipping=clipping)
     rows, taken = rows_with_norms(2 ** np.linspace(1, 3, 50)), 0
-    step = tf.function(lambda: mechanism.release(Rows(rows), 50))
+    step = tf.function(lambda: mechanism.release(zoo.Rows(rows), 50))
     gradient_noise = float(mechanism.relative_noise()) * 50
     while mechanism.histograms.are_open():
         step()
@@ -161,7 +155,7 @@ def test_parts_of_a_batch_are_one_release():
 def test_users_and_microbatches_count_as_one_gradient_each():
     for kwargs in ({"examples_per_user": 2}, {"num_microbatches": 5}):
         mechanism = mechanism_of(**kwargs)
-        mechanism.release(Rows(rows_with_norms(np.full(5, 6.0))), 10)  # each of two rows
+        mechanism.release(zoo.Rows(rows_with_norms(np.full(5, 6.0))), 10)  # each of two rows
         assert counts_of(mechanism).sum() == pytest.approx(5, rel=1e-5)
 
 

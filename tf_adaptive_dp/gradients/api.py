@@ -26,7 +26,7 @@ from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
 from tf_adaptive_dp.gradients.scalar_losses import example_losses
-from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.gradients.source import LossOfStep, PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete, search_when_complete
 
@@ -242,14 +242,17 @@ def per_example_gradients(
     if not any(source.connected):
         names = ", ".join(paths) or "none"
         raise ValueError(f"The loss depends on none of the variables. Received: {names}")
-    source.loss_scale = loss_scale
-    source.penalty_gradients = penalty_gradients(penalties, variables)
-    search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
-    source.example_losses, source.unit_losses = losses, unit_losses
-    source.outside, source.rows_differ = searched.outside, searched.rows_differ
+    of_penalties = penalty_gradients(penalties, variables)
+    search_sums_when_complete([g for g in of_penalties if g is not None])
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
-    source.counts_batch = batch_axes is not None and counts_batch(
-        searched.losses, batch_axes, numbers
+    source.loss = LossOfStep(
+        of_examples=losses,
+        of_units=unit_losses,
+        scale=loss_scale,
+        penalty_gradients=of_penalties,
+        counts_batch=batch_axes is not None and counts_batch(searched.losses, batch_axes, numbers),
+        outside=searched.outside,
+        rows_differ=searched.rows_differ,
     )
     return source
 

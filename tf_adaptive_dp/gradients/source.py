@@ -4,8 +4,36 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
+
+
+class LossOfStep(NamedTuple):
+    """What a search of the loss has shown, beside its gradients.
+
+    Attributes:
+      of_examples: [B], the loss of each example.
+      of_units: [R], the loss whose gradient is clipped as one: that of an example, the mean over a
+        microbatch, or the sum over a user's rows.
+      scale: the power of two by which it was multiplied to keep float16 gradients from vanishing.
+      penalty_gradients: for each variable, the gradient of the terms that all examples share, or
+        `None`.
+      counts_batch: whether it depends on the number of examples in a batch of unknown size.
+      outside: [B], bool, the examples without a gradient because of an index outside of their row
+        (see `rows_outside`), which makes gradients of others NaN if one of theirs would not
+        be finite; `None` if there are no such indices.
+      rows_differ: bool scalar, whether it has a different number of rows than the data, so that an
+        example may count several times (see `has_other_rows`); `None` if it cannot.
+    """
+
+    of_examples: tf.Tensor
+    of_units: tf.Tensor
+    scale: float = 1.0
+    penalty_gradients: Sequence[tf.Tensor | None] = ()
+    counts_batch: bool = False
+    outside: tf.Tensor | None = None
+    rows_differ: tf.Tensor | None = None
 
 
 class PerExampleGradients(abc.ABC):
@@ -14,33 +42,26 @@ class PerExampleGradients(abc.ABC):
     Attributes:
       ranks: the number of axes of each variable.
       connected: for each variable, whether the loss depends on it.
-      penalty_gradients: for each variable, the gradient of the loss terms that all examples share,
-        or `None`.
-      counts_batch: whether the loss depends on the number of examples in a batch of unknown size.
-      example_losses: [B], the loss of each example.
-      unit_losses: [R], the loss whose gradient is clipped as one: that of an example, the mean over
-        a microbatch, or the sum over a user's rows.
-      outside: [B], bool, the examples without a gradient because of an index outside of their row
-        (see `rows_outside`), which makes gradients of others NaN if one of theirs would not
-        be finite; `None` if there are no such indices.
-      rows_differ: bool scalar, whether the loss has a different number of rows than the data, so
-        that an example may count several times (see `has_other_rows`); `None` if it cannot.
+      loss: the `LossOfStep`; `per_example_gradients` sets it. All answers divide by its `scale`,
+        which is exact.
       spoils_others: whether one gradient that is not finite may make those of other examples NaN,
         and no error stops such a batch: the Jacobian under XLA.
-      loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
-        vanishing. All answers divide by it, which is exact.
     """
 
     ranks: list[int]
     connected: list[bool]
-    penalty_gradients: list[tf.Tensor | None]
-    counts_batch: bool
-    example_losses: tf.Tensor
-    unit_losses: tf.Tensor
-    outside: tf.Tensor | None = None
-    rows_differ: tf.Tensor | None = None
+    loss: LossOfStep
     spoils_others: bool = False
-    loss_scale: float = 1.0
+
+    @property
+    def example_losses(self) -> tf.Tensor:
+        """[B], the loss of each example."""
+        return self.loss.of_examples
+
+    @property
+    def penalty_gradients(self) -> Sequence[tf.Tensor | None]:
+        """For each variable, the gradient of the terms that all examples share, or `None`."""
+        return self.loss.penalty_gradients
 
     @abc.abstractmethod
     def _norms_of(self, k: int, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
@@ -70,11 +91,11 @@ class PerExampleGradients(abc.ABC):
             if a is not None and a.shape.rank == 0:
                 # Within the squares: a large A brings back what would have vanished in them.
                 a = tf.reshape(a, [1] * self.ranks[k])
-            b = None if shift is None else tf.cast(shift[k], tf.float32) * self.loss_scale
+            b = None if shift is None else tf.cast(shift[k], tf.float32) * self.loss.scale
             if not there:
                 found.append(None)
             else:
-                found.append(_over(self._norms_of(k, a, b), self.loss_scale**2))
+                found.append(_over(self._norms_of(k, a, b), self.loss.scale**2))
         return found
 
     def squared_norms(
@@ -102,7 +123,7 @@ class PerExampleGradients(abc.ABC):
         Returns:
           One float32 tensor per variable, or `None` where the loss does not depend on the variable.
         """
-        each, scale = isinstance(weights, (list, tuple)), self.loss_scale
+        each, scale = isinstance(weights, (list, tuple)), self.loss.scale
         return [
             _over(self._sum_of(k, tf.cast(weights[k] if each else weights, tf.float32)), scale)
             if there

@@ -270,7 +270,7 @@ class GaussianMechanism:
             present = unshifted > 0
             squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
             each = [None if w is None else tf.where(present, w, 0.0) for w in each]
-        left_out = source.outside
+        left_out = source.loss.outside
         if left_out is not None and padding is not None:
             left_out &= ~padding
         # Whatever its gradient, padding is nobody's.
@@ -279,14 +279,14 @@ class GaussianMechanism:
         self.statistics.record(observed, clip, left_out)
         counted = []
         if self.histograms is not None:
-            open_now, losses = self.histograms.are_open(), source.unit_losses
+            open_now, losses = self.histograms.are_open(), source.loss.of_units
             each = [None if w is None else tf.where(open_now, 0.0, w) for w in each]
             counted.append(self.histograms.sum(open_now & present, norms, places, losses, clip))
         sums = _weighted_sums(source, each, scale, shift)
         within = []
         if isinstance(self.clipping, AdaptiveClipping):
             within.append(self.clipping.count(squared_norms, present, clip))
-        none, outside, differ = tf.zeros([]), source.outside, source.rows_differ
+        none, outside, differ = tf.zeros([]), source.loss.outside, source.loss.rows_differ
         return sums, _Sums(
             sums=[tf.cast(s, tf.float32) for s in sums if s is not None] + counted,
             within=within,

@@ -21,7 +21,7 @@ class GradientSummary(NamedTuple):
       clipped_share: the share of these whose norm exceeded `l2_norm_clip`.
       norm_quantiles: the quantiles 0.1, 0.5 and 0.9 of their norms, to about 4%.
       num_non_finite: the number of examples whose gradient was NaN or infinite, or left out because
-        of an index outside of its row (see `PerExampleGradients.outside`). They count as zero.
+        of an index outside of its row (see `LossOfStep.outside`). They count as zero.
     """
 
     num_examples: int

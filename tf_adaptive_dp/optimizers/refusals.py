@@ -264,7 +264,7 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
     """Rejects losses that depend on a random batch size, as one more example would change all."""
     with tf.init_scope():
         size = optimizer.expected_batch_size
-    if source.counts_batch and size is not None and optimizer.num_microbatches is None:
+    if source.loss.counts_batch and size is not None and optimizer.num_microbatches is None:
         raise NotPrivateError(
             "The loss of each example depends on the number of examples in the batch, which is "
             f"not public here. Received: expected_batch_size={size} and "

@@ -370,7 +370,7 @@ def _search(
             expected_batch_size=expected,
             examples_per_user=examples_per_user,
         )
-        counts[:] = [source.counts_batch]
+        counts[:] = [source.loss.counts_batch]
         squares = source.squared_norms()
         sums = [s for s in source.weighted_sum(tf.ones_like(squares)) if s is not None]
         with tf.control_dependencies(sums):

@@ -151,24 +151,24 @@ def source(function, x_shape=(None, 4), batch=row_ties.WEIGHTS):
 @pytest.mark.slow_after(18)
 @pytest.mark.parametrize("name", COUNTING)
 def test_what_depends_on_the_size_of_the_batch_counts(name):
-    assert source(COUNTING[name]).counts_batch
+    assert source(COUNTING[name]).loss.counts_batch
 
 
 @pytest.mark.slow_after(12)
 @pytest.mark.parametrize("name", NOT_COUNTING)
 def test_what_says_how_long_axes_are_does_not_count(name):
-    assert not source(NOT_COUNTING[name]).counts_batch
+    assert not source(NOT_COUNTING[name]).loss.counts_batch
     if name not in (
         "positions in merged axes",
         "reshape",
         "augmentation",
     ):  # their width has to be known
-        assert not source(NOT_COUNTING[name], (None, None)).counts_batch
+        assert not source(NOT_COUNTING[name], (None, None)).loss.counts_batch
 
 
 @pytest.mark.parametrize("name", ["where", "while", "matmul of ones", "function"])
 def test_nothing_counts_in_batches_of_one_size(name):
-    assert not source(COUNTING[name], (8, 4)).counts_batch
+    assert not source(COUNTING[name], (8, 4)).loss.counts_batch
 
 
 @pytest.mark.parametrize("name", ["where", "cond", "one_hot", "predicate in a function"])

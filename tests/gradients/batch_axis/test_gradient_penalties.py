@@ -74,7 +74,7 @@ def norms_and_counting(problem, mode="graph"):
     @tf.autograph.experimental.do_not_convert
     def step(x):
         source = zoo.source(problem, x)
-        counts.append(source.counts_batch)
+        counts.append(source.loss.counts_batch)
         return source.squared_norms()
 
     return zoo.in_mode(mode, step, problem.batch)(*problem.batch), counts[0]

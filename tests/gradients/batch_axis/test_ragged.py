@@ -106,7 +106,7 @@ def searched(losses, variables, x):
         with tf.GradientTape() as tape:
             loss = losses(x)
         source = per_example_gradients(loss, variables, tape, "traced", expected_batch_size=7.0)
-        if source.counts_batch:
+        if source.loss.counts_batch:
             raise dp.NotPrivateError("The loss depends on the size of the batch.")
         return source.squared_norms(), source.weighted_sum(tf.range(1.0, B + 1))
 
