@@ -35,6 +35,11 @@ def solved(x, right):
     return tf.reshape(tf.linalg.solve(left, right[:, None, None] * tf.ones([4, 1])), [-1, 4])
 
 
+def of_one_row(row):
+    """[1, B], as far as the graph tells [?, B]."""
+    return tf.ones([tf.shape(tf.where(VARIABLE > 1.9))[0], 1]) * row
+
+
 def in_branch(x, loss):
     on = VARIABLE[0] < 0
     return tf.cond(on, lambda: loss * rows(x), lambda: loss)
@@ -148,6 +153,10 @@ TIED = {
     "bitcast": lambda x, loss: loss * tf.bitcast(tf.bitcast(rows(x), tf.int32), tf.float32),
     "a stack of numbers": lambda x, loss: loss * tf.stack([VARIABLE[k] for k in range(4)]),
     "solutions": lambda x, loss: loss + tf.reduce_sum(x * solved(x, rows(x)), axis=1),
+    "squeeze of an unknown length": lambda x, loss: loss * tf.squeeze(of_one_row(rows(x)), axis=0),
+    "squeeze of unknown axes": lambda x, loss: (
+        loss * tf.ensure_shape(tf.squeeze(of_one_row(rows(x))), [None])
+    ),
     "one_hot of a number": lambda x, loss: loss * tf.one_hot(tf.cast(VARIABLE[4], tf.int32), 4),
 }
 
@@ -170,6 +179,9 @@ SAME = {
     ),
     "repeat": lambda x, loss: (
         loss + tf.reduce_sum(x * tf.repeat(VARIABLE[None, :4], size(x), axis=0), axis=1)
+    ),
+    "squeeze of an unknown length": lambda x, loss: (
+        loss * tf.squeeze(of_one_row(tf.ones([size(x)])), axis=0)
     ),
     "equal constants": fixed(EQUAL),
     "a stack of one number": lambda x, loss: loss * tf.stack([VARIABLE[0]] * 4),

@@ -159,7 +159,10 @@ def _length_1(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchA
             (source, None if new is None else place.at(axis - (new.item() % (rank + 1) < axis)))
         ]
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
-    kept = [a for a in range(rank) if a not in (gone or {a}) or source.shape[a] != 1]
+    if not gone and None in source.shape.as_list():
+        return [(source, None)]  # any of these axes may go
+    gone = gone or {a for a in range(rank) if source.shape[a] == 1}
+    kept = [a for a in range(rank) if a not in gone]
     return [(source, place.at(kept[axis]) if axis < len(kept) else None)]
 
 
