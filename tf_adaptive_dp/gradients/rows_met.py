@@ -9,6 +9,13 @@ from typing import Union
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import TensorReference, overrides_gradient, static_value
+from tf_adaptive_dp.gradients.batch_axis.axis_maps import (
+    ABSENT,
+    Origin,
+    axis_maps,
+    sliced_axes,
+    whole_axes,
+)
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
@@ -16,9 +23,8 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     REDUCTIONS,
     SHAPE_ONLY,
 )
-from tf_adaptive_dp.gradients.batch_axis.origins import sources
-from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
+from tf_adaptive_dp.gradients.batch_axis.origins import before_tile, sources
+from tf_adaptive_dp.gradients.batch_axis.sizes import product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 
@@ -181,38 +187,33 @@ def _agreed(met: set[Met]) -> Met:
 
 def _tile(op: tf.Operation, place: BatchAxis, batch_axes: BatchAxes) -> Met:
     """Copies go to all examples, unless a copy has rows for all of them."""
-    times = batch_axes.entries(op.inputs[1])[place.axis]
-    if times == ONE:
-        return place
-    if place.inner.over(batch_axes.size(op.inputs[0], place.axis)) is not None:
-        return None  # whole copies for each example
-    outer = None if times is None else place.outer.over(times)
-    return UNCLEAR if outer is None else place._replace(outer=outer)
+    found = before_tile(op, place, batch_axes)
+    if isinstance(found, Origin):
+        return None if found is ABSENT else UNCLEAR
+    return found
 
 
 def _cut(op: tf.Operation, place: BatchAxis, batch_axes: BatchAxes) -> Met:
     """Along the batch axis, nothing may be cut off, and the order must stay."""
-    axis: int | None = place.axis
+    axis = place.axis
     if op.type == "StridedSlice":
-        strides = static_value(op.inputs[3])
+        strides, source = static_value(op.inputs[3]), sliced_axes(op).source(place.axis)
         if strides is None:
             return UNCLEAR
-        axis = source_axis(op, place.axis)
-        if axis in whole_axes(op):
-            return place.at(axis)
+        if isinstance(source, int) and source in whole_axes(op):
+            return place.at(source)
         if (strides != 1).any():
             return UNCLEAR
-    if axis is None:
-        return None  # a new axis
+        if isinstance(source, Origin):
+            return None  # a new axis
+        axis = source
     sizes = batch_axes.size(op.inputs[0], axis), batch_axes.size(op.outputs[0], place.axis)
     return place.at(axis) if sizes[0] == sizes[1] else UNCLEAR
 
 
 def _split(op: tf.Operation, place: BatchAxis, batch_axes: BatchAxes) -> Met:
-    axis, tensor = op.inputs[:2] if op.type == "Split" else op.inputs[2::-2]
-    axis = static_value(axis)
-    cut = axis is None or int(axis) % tensor.shape.rank == place.axis
-    return UNCLEAR if cut else place
+    (of_input,) = (axis_maps(op) or {}).values()
+    return UNCLEAR if isinstance(of_input.source(place.axis), Origin) else place
 
 
 # From an operation with one differentiable input and the axis of its output to that of its input.

@@ -19,6 +19,14 @@ from tf_adaptive_dp._keras.graphs import (
     static_value,
 )
 from tf_adaptive_dp.gradients.batch_axis.analysis import is_element
+from tf_adaptive_dp.gradients.batch_axis.axis_maps import (
+    SAME,
+    UNKNOWN,
+    Origin,
+    axis_maps,
+    sliced_axes,
+    whole_axes,
+)
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
@@ -28,12 +36,10 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     SEGMENTS,
     SHAPE_ONLY,
     TRAILING,
-    product_terms,
     trailing_axes,
 )
 from tf_adaptive_dp.gradients.batch_axis.operations import is_bound
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS
-from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
 from tf_adaptive_dp.gradients.batch_axis.sizes import Entries, Size, evaluate
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
@@ -71,7 +77,9 @@ _ENTRY_BY_ENTRY = {
     *"Select Squeeze TensorListPopBack TensorListPushBack TensorListSetItem Transpose".split(),
     *"FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 Unpack".split(),
 }
-_ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
+# They combine the entries along an axis that ends there, see `axis_maps`.
+_COMBINE = REDUCTIONS | PRODUCTS
+_COMBINE |= {"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll"}
 _TARGETS = {**dict.fromkeys((*RANDOM, *DRAWS, "Fill"), 0), "BroadcastTo": 1, "Slice": 2}
 
 
@@ -188,16 +196,10 @@ class _Counting:
         """Whether an operation combines or picks entries along an axis of such a length."""
         if not any(map(self.wide, op.inputs)):
             return False
-        source = op.inputs[0]
-        wide, rank = self.wide(source), source.shape.rank
-        if op.type in REDUCTIONS | {"ArgMax", "ArgMin"} | _ALONG.keys():
-            axes = static_value(op.inputs[_ALONG.get(op.type, 1)])
-            return axes is None or bool(wide & {int(a) % rank for a in axes.reshape(-1)})
-        if op.type in PRODUCTS:
-            terms, result = product_terms(op)
-            return any(
-                term[a] not in result for t, term in zip(op.inputs, terms) for a in self.wide(t)
-            )
+        if op.type in _COMBINE:
+            is_unknown = any(m is UNKNOWN for m in (axis_maps(op) or {}).values())
+            return is_unknown or None in self._targets(op)
+        wide, rank = self.wide(op.inputs[0]), op.inputs[0].shape.rank
         if op.type in TRAILING:
             last = trailing_axes(op)
             return any(a >= t.shape.rank - last for t in op.inputs for a in self.wide(t))
@@ -215,11 +217,17 @@ class _Counting:
             return False  # the rule for its batch axis knows how its inputs meet
         return op.type not in _ENTRY_BY_ENTRY
 
+    def _targets(self, op: tf.Operation) -> set[int | None]:
+        """The axes of the output that axes of such a length become; `None` for those that end."""
+        maps = (axis_maps(op) or {}).items()
+        return {of_input.target(a) for k, of_input in maps for a in self.wide(op.inputs[k])}
+
     def _picks(self, op: tf.Operation, output: tf.Tensor) -> bool:
         source, rank = op.inputs[0], output.shape.rank
-        kept = range(rank) if op.type == "Slice" else [source_axis(op, a) for a in range(rank)]
+        kept = SAME if op.type == "Slice" else sliced_axes(op)
         size = self.batch_axes.size
-        places = [(a, b) for b, a in enumerate(kept) if a is not None]
+        sources = [(kept.source(b), b) for b in range(rank)]
+        places = [(a, b) for a, b in sources if not isinstance(a, Origin)]
         whole = {a for a, b in places if size(source, a) == size(output, b)}
         if op.type == "StridedSlice":
             whole |= whole_axes(op)
@@ -247,12 +255,8 @@ class _Counting:
             return True
         if not _is_own(size, output, axis):
             return False  # the length of another axis, which does not
-        if op.type in ELEMENTWISE:
-            aligned = ((t, axis + (t.shape.rank or 0) - output.shape.rank) for t in op.inputs)
-            return any(a in self.wide(t) for t, a in aligned)
-        if op.type in PRODUCTS:
-            terms, result = product_terms(op)
-            return any(t[a] == result[axis] for t, x in zip(terms, op.inputs) for a in self.wide(x))
+        if op.type in ELEMENTWISE | PRODUCTS:
+            return axis in self._targets(op)
         if op.type in _TARGETS:
             entries = self.entries(op.inputs[_TARGETS[op.type]])
             entry = entries[axis] if axis < len(entries) else None

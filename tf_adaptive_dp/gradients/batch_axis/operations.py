@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Union
+from typing import Any, Union
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp.gradients.batch_axis.axis_maps import (
+    UNKNOWN,
+    AxisMap,
+    axis_maps,
+    channel_axis,
+)
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
@@ -211,6 +218,45 @@ def unless_cross_example(rule: LayoutRule) -> LayoutRule:
     return wrapped
 
 
+def move(
+    op: tf.Operation,
+    batch_axes: BatchAxes,
+    *,
+    unknown: str,
+    across: str = "works across the batch axis",
+    is_certain: bool = False,
+) -> Value:
+    """The batch axis of the first input, where the operation's `axis_maps` say that it goes.
+
+    Args:
+      op: one with a map from its first input; the others hold axes, lengths and the like.
+      batch_axes: the batch axes of its graph.
+      unknown: why it may mix examples where the map is unknown, or another input depends on data.
+      across: why it mixes them where the batch axis is worked on as a whole.
+      is_certain: see `CrossExample`, for `unknown`.
+    """
+    layout, of_data = batch_axes[op.inputs[0]], any(map(batch_axes.depends, op.inputs[1:]))
+    if not isinstance(layout, BatchAxis) or _map_of(op, 0) is UNKNOWN or of_data:
+        return CrossExample(op, unknown, is_certain)
+    return moved(op, 0, batch_axes) or CrossExample(op, across)
+
+
+def moved(op: tf.Operation, k: int, batch_axes: BatchAxes) -> BatchAxis | None:
+    """Where the batch axis of input `k` goes; `None` if that is unknown, or it goes away."""
+    layout = batch_axes.axis_of(op.inputs[k])
+    axis = _map_of(op, k).target(layout.axis)
+    return None if axis is None else layout.at(axis)
+
+
+def _map_of(op: tf.Operation, k: int) -> AxisMap:
+    return (axis_maps(op) or {}).get(k, UNKNOWN)
+
+
+def register_moves(*op_types: str, **why: Any) -> None:
+    """Registers operations that only `move` the batch axis, with its arguments."""
+    register_layout(*op_types)(unless_cross_example(functools.partial(move, **why)))
+
+
 @register_layout(*ELEMENTWISE)
 @unless_cross_example
 def elementwise(op: tf.Operation, batch_axes: BatchAxes) -> Value:
@@ -219,12 +265,14 @@ def elementwise(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     single = not isinstance(batch_axes[op.inputs[0]], BatchAxis)
     if op.type in _SAME and (rank is None or single):
         return batch_axes[op.inputs[0]]
+    data = {t.ref() for t in _data(op, batch_axes)}
     places = set()
-    for tensor in _data(op, batch_axes):
-        if tensor.shape.rank is None or rank is None:
-            return CrossExample(op, "has an unknown rank", is_certain=False)
-        layout = batch_axes.axis_of(tensor)
-        places.add(layout.at(layout.axis + rank - tensor.shape.rank))
+    for k, tensor in enumerate(op.inputs):
+        if tensor.ref() in data:
+            place = moved(op, k, batch_axes)
+            if tensor.shape.rank is None or rank is None or place is None:
+                return CrossExample(op, "has an unknown rank", is_certain=False)
+            places.add(place)
     if len(places) > 1:
         return CrossExample(op, "combines each example with every other one, by broadcasting")
     return places.pop() if places else None
@@ -261,16 +309,6 @@ def _whole_number(tensor: tf.Tensor) -> int | None:
     integer = tensor.dtype.is_integer and tensor.shape.rank == 0
     value = static_value(tensor) if integer else None
     return None if value is None else int(value)
-
-
-@register_layout("Bitcast")
-@unless_cross_example
-def bitcast(op: tf.Operation, batch_axes: BatchAxes) -> Value:
-    """The same bytes; a smaller type adds a last axis, a larger one takes it away."""
-    layout, rank = batch_axes[op.inputs[0]], op.outputs[0].shape.rank
-    if not isinstance(layout, BatchAxis) or rank is None or layout.axis >= rank:
-        return CrossExample(op, "works across the batch axis")
-    return layout
 
 
 @register_layout("IdentityN")
@@ -356,13 +394,12 @@ def bias_add(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 @unless_cross_example
 def fused_batch_norm(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """Training mode normalizes over all axes but the channels; LayerNormalization uses it too."""
-    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    layout = batch_axes[op.inputs[0]]
     if not isinstance(layout, BatchAxis) or any(batch_axes.depends(t) for t in op.inputs[1:]):
         return CrossExample(op, "has scales that depend on the data")
     if not op.get_attr("is_training"):
         return [layout, *[DataIndependent()] * (len(op.outputs) - 1)]  # the given statistics
-    channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
-    if layout.axis != channels:
+    if layout.axis != channel_axis(op, op.inputs[0]):
         return CrossExample(op, "is BatchNormalization in training mode")
     return [layout, *[layout.at(0)] * (len(op.outputs) - 1)]
 
@@ -430,39 +467,22 @@ def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
 @unless_cross_example
 def reduction(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Axes go away, or stay with length 1."""
-    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
-    axes = static_value(op.inputs[1])
-    if op.type == "Sum" and axes is None:
+    if op.type == "Sum" and static_value(op.inputs[1]) is None:
         found = sum_to_operand(op, batch_axes)
         if found:
             return found
-    if not isinstance(layout, BatchAxis) or axes is None or rank is None:
-        return CrossExample(
-            op, "reduces over axes that are unknown while tracing", is_certain=False
-        )
-    axes = {int(a) % rank for a in axes.reshape(-1)}
-    if layout.axis in axes:
-        return CrossExample(op, "reduces over the batch axis")
-    if op.type in REDUCTIONS and op.get_attr("keep_dims"):
-        return layout
-    return layout.at(layout.axis - sum(a < layout.axis for a in axes))
+    return move(
+        op,
+        batch_axes,
+        unknown="reduces over axes that are unknown while tracing",
+        across="reduces over the batch axis",
+    )
 
 
-@register_layout("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
-@unless_cross_example
-def along_axes(op: tf.Operation, batch_axes: BatchAxes) -> Value:
-    """Moves or adds entries along axes that an input names."""
-    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
-    axes = static_value(op.inputs[2 if op.type == "Roll" else 1])
-    if (
-        not isinstance(layout, BatchAxis)
-        or axes is None
-        or any(map(batch_axes.depends, op.inputs[1:]))
-    ):
-        return CrossExample(op, "works along axes, or by steps, that depend on the data")
-    if layout.axis in {int(a) % rank for a in axes.reshape(-1)}:
-        return CrossExample(op, "works across the batch axis")
-    return layout
+_OF_DATA = "works along axes, or by steps, that depend on the data"
+_ALONG = ("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
+register_moves(*_ALONG, unknown=_OF_DATA, is_certain=True)
+register_moves("Bitcast", unknown="works across the batch axis", is_certain=True)
 
 
 @register_layout("RandomShuffle", "StatelessShuffle")
@@ -552,10 +572,9 @@ register_layout(
 @unless_cross_example
 def fused_batch_norm_grad(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """The gradient of a frozen normalization, or of one with the examples as channels."""
-    rank = op.inputs[1].shape.rank
     entries = {batch_axes.axis_of(t) for t in op.inputs[:2] if batch_axes.depends(t)}
     scales = {batch_axes.axis_of(t) for t in op.inputs[2:] if batch_axes.depends(t)}
-    channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
+    channels = channel_axis(op, op.inputs[1])
     of_scales = CrossExample(op, "sums over the batch axis")
     if len(entries) == 1:
         layout = entries.pop()

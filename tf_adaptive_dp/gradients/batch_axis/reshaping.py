@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp.gradients.batch_axis.axis_maps import has_mask, slots
 from tf_adaptive_dp.gradients.batch_axis.operations import (
+    move,
+    moved,
     register_layout,
+    register_moves,
     sum_to_operand,
     unless_cross_example,
 )
@@ -86,29 +89,15 @@ def reshape(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 @unless_cross_example
 def axes_of_length_1(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Removes or adds axes."""
-    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
-    if rank is None:
+    if op.inputs[0].shape.rank is None:
         return CrossExample(op, "has an unknown rank", is_certain=False)
     if op.type == "ExpandDims":
-        new = static_value(op.inputs[1])
-        if not isinstance(layout, BatchAxis) or new is None:
-            return CrossExample(op, "adds an axis that is unknown while tracing", is_certain=False)
-        return layout.at(layout.axis + (new.item() % (rank + 1) <= layout.axis))
-    gone = {a % rank for a in op.get_attr("squeeze_dims")}
-    gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}
-    if not isinstance(layout, BatchAxis) or layout.axis in gone or op.outputs[0].shape.rank is None:
-        return CrossExample(op, "removes the batch axis")
-    return layout.at(layout.axis - sum(a < layout.axis for a in gone))
+        return move(op, batch_axes, unknown="adds an axis that is unknown while tracing")
+    why = "removes the batch axis"
+    return move(op, batch_axes, unknown=why, across=why, is_certain=True)
 
 
-@register_layout("Transpose")
-@unless_cross_example
-def transpose(op: tf.Operation, batch_axes: BatchAxes) -> Value:
-    """Exchanges axes."""
-    layout, order = batch_axes[op.inputs[0]], static_value(op.inputs[1])
-    if not isinstance(layout, BatchAxis) or order is None:
-        return CrossExample(op, "exchanges axes that are unknown while tracing", is_certain=False)
-    return layout.at(order.tolist().index(layout.axis))
+register_moves("Transpose", unknown="exchanges axes that are unknown while tracing")
 
 
 @register_layout("ConcatV2")
@@ -141,20 +130,13 @@ def concat(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 def pack(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Joins tensors along a new axis."""
     places = {batch_axes.axis_of(t) for t in op.inputs if batch_axes.depends(t)}
-    layout, axis = places.pop(), op.get_attr("axis") % op.outputs[0].shape.rank
-    if places:
+    if len(places) > 1:
         return CrossExample(op, "puts examples beside other ones")
-    return layout.at(layout.axis + (axis <= layout.axis))
+    first = next(k for k, t in enumerate(op.inputs) if batch_axes.depends(t))
+    return moved(op, first, batch_axes) or CrossExample(op, "has an unknown rank", is_certain=False)
 
 
-@register_layout("Unpack")
-@unless_cross_example
-def unpack(op: tf.Operation, batch_axes: BatchAxes) -> Value:
-    """Splits an axis into one tensor per entry."""
-    layout, axis = batch_axes.axis_of(op.inputs[0]), op.get_attr("axis") % op.inputs[0].shape.rank
-    if axis == layout.axis:
-        return CrossExample(op, "takes the batch apart")
-    return layout.at(layout.axis - (axis < layout.axis))
+register_moves("Unpack", unknown="has an unknown rank", across="takes the batch apart")
 
 
 @register_layout("Split", "SplitV")
@@ -201,53 +183,6 @@ def slice_(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     return layout
 
 
-class _Slot(NamedTuple):
-    """What a `StridedSlice` does to one axis.
-
-    Attributes:
-      kind: `"new"` for an axis that it adds, `"shrink"` for one of which it takes one entry,
-        `"slice"`, and `"whole"` for one under an ellipsis or after the last index.
-      k: the place in the brackets that says so.
-      source: the axis of the input; that which follows, if it is new.
-      target: the axis of the output; that which follows, if it shrinks.
-    """
-
-    kind: str
-    k: int
-    source: int
-    target: int
-
-
-def _mask(op: tf.Operation, name: str, bit: int) -> bool:
-    return bool(op.get_attr(f"{name}_mask") & 1 << bit)
-
-
-def _kind(op: tf.Operation, k: int) -> str:
-    if _mask(op, "ellipsis", k):
-        return "ellipsis"
-    if _mask(op, "new_axis", k):
-        return "new"
-    return "shrink" if _mask(op, "shrink_axis", k) else "slice"
-
-
-def _slots(op: tf.Operation) -> Iterator[_Slot]:
-    """The axes of a `StridedSlice` in order; its strides and the input's rank must be known."""
-    rank, count = op.inputs[0].shape.rank, len(static_value(op.inputs[3]))
-    kinds = [_kind(op, k) for k in range(count)]
-    indexed = sum(kind in ("shrink", "slice") for kind in kinds)
-    if "ellipsis" not in kinds:
-        kinds.append("ellipsis")  # axes after the last index stay whole
-    source = target = 0
-    for k, kind in enumerate(kinds):
-        if kind == "ellipsis":
-            for _ in range(rank - indexed):
-                yield _Slot("whole", k, source, target)
-                source, target = source + 1, target + 1
-            continue
-        yield _Slot(kind, k, source, target)
-        source, target = source + (kind != "new"), target + (kind != "shrink")
-
-
 @register_layout("StridedSlice")
 @unless_cross_example
 def strided_slice(op: tf.Operation, batch_axes: BatchAxes) -> Value:
@@ -261,11 +196,11 @@ def strided_slice(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         or any(map(batch_axes.depends, op.inputs[1:]))
     ):
         return CrossExample(op, "cuts out a block that depends on the data")
-    of_input = (slot for slot in _slots(op) if slot.kind != "new")
+    of_input = (slot for slot in slots(op) if slot.kind != "new")
     kind, k, source, target = next(slot for slot in of_input if slot.source == layout.axis)
     if kind == "whole":
         return layout.at(target)
-    from_start, to_end = _mask(op, "begin", k), _mask(op, "end", k)
+    from_start, to_end = has_mask(op, "begin", k), has_mask(op, "end", k)
     if kind == "shrink" and not from_start and layout == BatchAxis(layout.axis):
         found = _example_at(op, k, batch_axes)
         if found is not None:
@@ -287,43 +222,8 @@ def _example_at(op: tf.Operation, k: int, batch_axes: BatchAxes) -> OneExample |
     return None if any(map(batch_axes.tied, others)) else batch_axes.example_at(begin.op.inputs[k])
 
 
-def source_axis(op: tf.Operation, axis: int) -> int | None:
-    """Maps an axis of the output of a `StridedSlice` to the axis of its input.
-
-    Args:
-      op: the operation; the rank of its input must be known.
-      axis: the axis of the output, counted from the front.
-
-    Returns:
-      `None` for an axis that is new.
-    """
-    of_output = [slot for slot in _slots(op) if slot.kind != "shrink"]
-    return None if of_output[axis].kind == "new" else of_output[axis].source
-
-
-def whole_axes(op: tf.Operation) -> set[int]:
-    """The axes of the input of a `StridedSlice` that its attributes say it takes whole."""
-    strides = static_value(op.inputs[3])
-    if strides is None:
-        return set()
-
-    def is_whole(kind: str, k: int) -> bool:
-        from_start_to_end = _mask(op, "begin", k) and _mask(op, "end", k) and strides[k] == 1
-        return kind == "slice" and from_start_to_end
-
-    return {s.source for s in _slots(op) if s.kind == "whole" or is_whole(s.kind, s.k)}
-
-
-@register_layout("Pad", "PadV2", "MirrorPad")
-@unless_cross_example
-def pad(op: tf.Operation, batch_axes: BatchAxes) -> Value:
-    """Adds entries, but none along the batch axis."""
-    layout, paddings = batch_axes[op.inputs[0]], static_value(op.inputs[1])
-    if not isinstance(layout, BatchAxis) or paddings is None or paddings[layout.axis].any():
-        return CrossExample(
-            op, "adds rows to the batch, or a number of entries that depends on the data"
-        )
-    return layout
+_ADDS_ROWS = "adds rows to the batch, or a number of entries that depends on the data"
+register_moves("Pad", "PadV2", "MirrorPad", unknown=_ADDS_ROWS, across=_ADDS_ROWS, is_certain=True)
 
 
 @register_layout("SpaceToBatchND", "BatchToSpaceND")
