@@ -381,18 +381,7 @@ class PrivacyPlan:
                 raise TypeError(
                     f"`{name}` is set by the plan: {instead}. Received: {name}={kwargs[name]!r}"
                 )
-        if has_ledger(optimizer_class) and not isinstance(optimizer_class, type):
-            raise TypeError(
-                "`optimizer_class` must be a class, not an instance: pass "
-                f"`{type(optimizer_class).__name__}`, and its other arguments by name, as in "
-                "`plan.optimizer(tf_adaptive_dp.ADADP, l2_norm_clip=1.0)`. Received: "
-                f"optimizer_class={optimizer_class!r}"
-            )
-        if not (isinstance(optimizer_class, type) and has_ledger(optimizer_class)):
-            raise TypeError(
-                "`optimizer_class` must be an optimizer class of tf_adaptive_dp, "
-                f"{_class_to_pass(optimizer_class)}. Received: optimizer_class={optimizer_class!r}"
-            )
+        _require_class_with_ledger(optimizer_class)
         arguments = inspect.signature(optimizer_class).parameters
         if l2_norm_clip is not None:
             kwargs["l2_norm_clip"] = l2_norm_clip
@@ -780,6 +769,22 @@ class PrivacyPlan:
             "other_events": [repr(event) for event in self.other_events],
             "noise": noise_strategies.serialize(self.noise),
         }
+
+
+def _require_class_with_ledger(optimizer_class: Any) -> None:
+    """Raises TypeError unless it is an optimizer class of the library."""
+    if has_ledger(optimizer_class) and not isinstance(optimizer_class, type):
+        raise TypeError(
+            "`optimizer_class` must be a class, not an instance: pass "
+            f"`{type(optimizer_class).__name__}`, and its other arguments by name, as in "
+            "`plan.optimizer(tf_adaptive_dp.ADADP, l2_norm_clip=1.0)`. Received: "
+            f"optimizer_class={optimizer_class!r}"
+        )
+    if not (isinstance(optimizer_class, type) and has_ledger(optimizer_class)):
+        raise TypeError(
+            "`optimizer_class` must be an optimizer class of tf_adaptive_dp, "
+            f"{_class_to_pass(optimizer_class)}. Received: optimizer_class={optimizer_class!r}"
+        )
 
 
 def _class_to_pass(given: Any) -> str:

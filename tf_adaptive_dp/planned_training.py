@@ -274,36 +274,14 @@ class PlannedTraining:
           callbacks: further callbacks.
           fit_arguments: other arguments of `model.fit`.
         """
-        optimizer = getattr(model, "optimizer", None)
-        self.check_optimizer(optimizer)
-        information = getattr(optimizer, "side_information", None)
-        if isinstance(information, PublicGradients):
-            information.refuse_private_data(data[0])
-        if model.built and not model.trainable_variables:
-            raise ValueError(
-                "The model has no trainable variables. Set `trainable = True` on the layers to "
-                f"train. Received: model={model.name!r}"
-            )
-        _require_finite_weights(model)
-        normalizations = self._check_normalization(model)
-        self._check_steps_per_call(model)
+        normalizations = self._check_model(model, data[0])
         if directory is None:
             self._refuse_second_order(model.optimizer)
         source = self.source(*data)
         if len(source.structure) == 1:
             _refuse_missing_targets(model)
         _warn_of_values(model, source)
-        run = None
-        if directory is not None:
-            # Otherwise the last call might not fit, so that the run would never be finished.
-            settings = {**settings, "steps_per_execution": steps_per_call(model)}
-            run = RunDirectory(
-                directory,
-                settings,
-                self._plan.steps,
-                fingerprint=self._fingerprint(source),
-                keeps_keys=not self._plan.noise.is_independent,
-            )
+        run = None if directory is None else self._open_run(directory, settings, model, source)
         recorded = model.optimizer.ledger.num_recorded_here
         try:
             if run is not None:
@@ -318,6 +296,44 @@ class PlannedTraining:
                     model.optimizer.ledger.statistics.update(layer.releases)
             if run is not None:
                 run.close()
+
+    def _check_model(self, model: keras.Model, x: Any) -> list[PrivateNormalization]:
+        """Raises unless a model can be trained on inputs within the plan.
+
+        Returns:
+          See `_check_normalization`.
+        """
+        optimizer = getattr(model, "optimizer", None)
+        self.check_optimizer(optimizer)
+        information = getattr(optimizer, "side_information", None)
+        if isinstance(information, PublicGradients):
+            information.refuse_private_data(x)
+        if model.built and not model.trainable_variables:
+            raise ValueError(
+                "The model has no trainable variables. Set `trainable = True` on the layers to "
+                f"train. Received: model={model.name!r}"
+            )
+        _require_finite_weights(model)
+        normalizations = self._check_normalization(model)
+        self._check_steps_per_call(model)
+        return normalizations
+
+    def _open_run(
+        self,
+        directory: str | os.PathLike,
+        settings: Mapping[str, Any],
+        model: keras.Model,
+        source: Arrays | Records,
+    ) -> RunDirectory:
+        # Otherwise the last call might not fit, so that the run would never be finished.
+        settings = {**settings, "steps_per_execution": steps_per_call(model)}
+        return RunDirectory(
+            directory,
+            settings,
+            self._plan.steps,
+            fingerprint=self._fingerprint(source),
+            keeps_keys=not self._plan.noise.is_independent,
+        )
 
     def _fingerprint(self, source: Arrays | Records) -> Fingerprint | None:
         """The data that may not change between the calls of `fit` for one run."""
@@ -365,17 +381,15 @@ class PlannedTraining:
     ) -> keras.callbacks.History:
         """Trains with callbacks around a run's directory."""
         plan, parts = self._plan, model.optimizer.parts_per_batch
-        finished = False
-        if run is not None and run.is_finished:
+        finished = run is not None and run.is_finished
+        if run is not None and finished:
             run.require_saved_epoch()
-            finished = True
         # A directory says more about a run that resumes, and restores the epoch itself.
         trained = 0 if finished else model.optimizer.ledger.num_releases // plan.steps_per_epoch
         batches = self._batches_of_run(model, source, run)
         monitor, budget = plan.callbacks(None if run is None else f"{run.path}/logs")
         budget.epsilon = plan.limit_for(model.optimizer)
-        path = None if run is None else run.history_path
-        history = RunHistory(lambda: monitor.not_private, path)
+        history = RunHistory(lambda: monitor.not_private, None if run is None else run.history_path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
         if "validation_data" in fit_arguments:
             validation_data = _with_strings_for_keras(fit_arguments["validation_data"])
@@ -397,10 +411,9 @@ class PlannedTraining:
                 run.log.admit(model.optimizer)  # what callbacks released after the log's own end
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
-        if run is not None:
-            _say_what_is_left(run, finished, fit_arguments.get("verbose", "auto"))
         _add_earlier_epochs(of_keras, history.rows)
         if run is not None:
+            _say_what_is_left(run, finished, fit_arguments.get("verbose", "auto"))
             plan.report(f"{run.path}/report.html")
         return of_keras
 
