@@ -480,25 +480,12 @@ class Ledger:
           [MAX_SEGMENTS], the counts, as a dependency for whatever must wait for the count.
         """
         parameters, checks_before = self._parameters.read_value(), self._checks.read_value()
-        counts = self._counts.read_value()
-        used = tf.math.count_nonzero(counts)
-        place = tf.maximum(used - 1, 0)
-        last_noise, last_size = tf.unstack(tf.gather(parameters, place))
-        noise_multiplier = tf.cast(noise_multiplier, tf.float64)
-        declared, any_before = tf.cast(batch_size, tf.float64), used > 0
+        counts, declared = self._counts.read_value(), tf.cast(batch_size, tf.float64)
         seen = tf.maximum(declared, tf.cast(size_seen, tf.float64))
-        *_, declared_before = tf.unstack(tf.gather(checks_before, place))
-        wrong_before = any_before & tf.equal(declared_before, declared)
-        seen = tf.where(wrong_before, tf.maximum(seen, last_size), seen)
-        same = any_before & tf.equal(last_noise, noise_multiplier) & tf.equal(last_size, seen)
-        full = ~same & tf.equal(used, self.MAX_SEGMENTS)
-        row = tf.stack(
-            [
-                tf.where(full, tf.minimum(last_noise, noise_multiplier), noise_multiplier),
-                tf.where(full, tf.maximum(last_size, seen), seen),
-            ]
+        noise_multiplier = tf.cast(noise_multiplier, tf.float64)
+        index, row, seen = self._segment_for(
+            noise_multiplier, declared, seen, parameters, checks_before, counts
         )
-        index = tf.where(same | full, place, used)
         here = tf.equal(tf.range(self.MAX_SEGMENTS, dtype=tf.int64), index)
         checks_now = _added(
             *(tf.gather(checks_before, index), checked, distance),
@@ -514,6 +501,34 @@ class Ledger:
         ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
+
+    def _segment_for(
+        self,
+        noise_multiplier: tf.Tensor,
+        declared: tf.Tensor,
+        seen: tf.Tensor,
+        parameters: tf.Tensor,
+        checks_before: tf.Tensor,
+        counts: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The segment that a release belongs to: its number, its parameters, and the size seen.
+
+        It is the last one, if that has the same parameters or there is no room for another. The
+        batch size is the larger one of an earlier batch, if that was too large for the same
+        `declared` size.
+        """
+        used = tf.math.count_nonzero(counts)
+        last = tf.maximum(used - 1, 0)
+        last_noise, last_size = tf.unstack(tf.gather(parameters, last))
+        *_, declared_before = tf.unstack(tf.gather(checks_before, last))
+        any_before = used > 0
+        wrong_before = any_before & tf.equal(declared_before, declared)
+        seen = tf.where(wrong_before, tf.maximum(seen, last_size), seen)
+        same = any_before & tf.equal(last_noise, noise_multiplier) & tf.equal(last_size, seen)
+        full = ~same & tf.equal(used, self.MAX_SEGMENTS)
+        noise = tf.where(full, tf.minimum(last_noise, noise_multiplier), noise_multiplier)
+        size = tf.where(full, tf.maximum(last_size, seen), seen)
+        return tf.where(same | full, last, used), tf.stack([noise, size]), seen
 
     def count(self) -> tf.Tensor:
         """The number of releases so far, an int64 scalar, in a graph too."""
