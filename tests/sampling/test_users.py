@@ -117,6 +117,17 @@ def test_places_of_users_are_uniform_and_padding_has_random_signs():
     assert abs(np.mean(marks) - 0.5) < 0.005
 
 
+def test_padding_among_the_rows_of_a_user_has_random_signs_too():
+    """Equal signs would show how many records a user has, and hide that a batch is one of ours."""
+    sampling, marks = sampling_of(0.4, 50), []
+    for step in range(400):
+        places = RECORDS.place(sampling, step, KEY).reshape(-1, K)
+        places = places[(places < len(IDS)).any(axis=1)]
+        marks += (places[places >= len(IDS)] - len(IDS)).tolist()
+    assert set(marks) == {0, 1} and len(marks) > 500
+    assert abs(np.mean(marks) - 0.5) < 5 * 0.5 / np.sqrt(len(marks))
+
+
 def batch(user_reduction, *weights):
     data = np.arange(len(IDS), dtype=np.float32)[:, None], IDS
     sampling = sampling_of(0.5, 48, user_reduction=user_reduction)
