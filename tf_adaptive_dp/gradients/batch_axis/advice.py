@@ -78,7 +78,7 @@ _BY_WORDS = (
     (("reduces over", "sums over"), _REDUCE),
     (("by broadcasting",), _ALIGN),
     (("with every other one",), _MULTIPLY),
-    (("takes some examples", "picks examples", "takes the batch apart"), _KEEP_ROWS),
+    (("takes some examples", "picks ", "takes the batch apart"), _KEEP_ROWS),
     (("beside other ones", "puts other rows", "adds rows"), _JOIN),
     (("decision", "lets one example decide", "loop whose length", "decides by"), _DECIDE),
     (("reshapes", "removes the batch axis"), _RESHAPE),

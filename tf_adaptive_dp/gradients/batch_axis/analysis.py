@@ -256,13 +256,13 @@ def mixed_rows(batch: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> Cros
     sizes = [_axis_0(t) for t in batch if t.shape.rank]
     batch_axes = BatchAxes(sizes[0] if len(set(sizes)) == 1 else None)
     for tensor in batch:
-        if tensor.shape.rank is None or tensor.dtype in _OPAQUE_TYPES:
+        if tensor.dtype in _OPAQUE_TYPES:
             batch_axes.set(
                 tensor,
                 CrossExample(tensor.op, "has unknown rows", is_certain=False),
                 dependent=True,
             )
-        elif tensor.shape.rank:
+        elif tensor.shape.rank != 0:
             batch_axes.set(tensor, BatchAxis(), dependent=True)
     ops = ancestors(results)
     operations.run(ops, batch_axes)

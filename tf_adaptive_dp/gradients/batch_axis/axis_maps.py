@@ -262,12 +262,12 @@ def _pad(op: tf.Operation) -> AxisMap:
     return _kept(a for a, around in enumerate(paddings) if not around.any())
 
 
-@_map_of_first(*REDUCTIONS, "ArgMax", "ArgMin")
+@_map_of_first(*REDUCTIONS, "ArgMax", "ArgMin", "ReduceJoin")
 def _reduction(op: tf.Operation) -> AxisMap:
     gone, rank = _named_axes(op, 1), op.inputs[0].shape.rank
     if gone is None:
         return UNKNOWN
-    if op.type in REDUCTIONS and op.get_attr("keep_dims"):
+    if not op.type.startswith("Arg") and op.get_attr("keep_dims"):
         return _kept((a for a in range(rank) if a not in gone), ABSENT)
     return _without(rank, gone)
 

@@ -1,12 +1,18 @@
-"""What operations that gather rows, or reduce them by segments, do to the batch axis."""
+"""What operations that gather or scatter rows, or reduce them by segments, do to the batch axis."""
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import SEGMENTS
-from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, unless_cross_example
+from tf_adaptive_dp.gradients.batch_axis.operations import (
+    PICKED,
+    register_layout,
+    unless_cross_example,
+)
+from tf_adaptive_dp.gradients.batch_axis.reshaping import whole_axes
 from tf_adaptive_dp.gradients.batch_axis.rows_outside import batch_dims_of, stays_within
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -132,6 +138,84 @@ def segments(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if layout.axis < ids.shape.rank:
         return CrossExample(op, "reduces over the batch axis")
     return layout.at(layout.axis - ids.shape.rank + 1)
+
+
+_ELSEWHERE = "puts examples into the rows of others"
+_SCATTERS = [f"TensorScatter{name}" for name in ("Add", "Max", "Min", "Sub", "Update")]
+
+
+@register_layout("Where", "DynamicPartition")
+@unless_cross_example
+def pick(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Some rows, as of `tf.boolean_mask`, of which it is unknown where they go."""
+    return CrossExample(op, PICKED, is_certain=False)
+
+
+@register_layout("DynamicStitch", "ParallelDynamicStitch")
+@unless_cross_example
+def stitch(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Rows at given places, such as those that `tf.dynamic_partition` took them from."""
+    half = len(op.inputs) // 2
+    for places, rows in zip(op.inputs[:half], op.inputs[half:]):
+        if _moves_rows(places, places.shape.rank, rows, batch_axes):
+            return CrossExample(op, _ELSEWHERE)
+    return CrossExample(op, "joins rows by places that may not be their own", is_certain=False)
+
+
+@register_layout("ScatterNd", *_SCATTERS)
+@unless_cross_example
+def scatter(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Rows, or entries of rows, at given places."""
+    indices, updates = op.inputs[:2] if op.type == "ScatterNd" else op.inputs[1:]
+    rank = indices.shape.rank
+    if rank and indices.shape[-1] == 1 and _moves_rows(indices, rank - 1, updates, batch_axes):
+        return CrossExample(op, _ELSEWHERE)
+    return CrossExample(op, "writes to places that may be in any row", is_certain=False)
+
+
+def _moves_rows(
+    places: tf.Tensor, rank: int | None, rows: tf.Tensor, batch_axes: BatchAxes
+) -> bool:
+    """Whether rows of examples go to other places than their own for certain.
+
+    Args:
+      places: where each of the rows goes, on axis 0.
+      rank: the number of axes of the rows that it places.
+      rows: what it places.
+      batch_axes: the batch axes of its graph.
+    """
+    if rank is None:
+        return False
+    if batch_axes.depends(places):
+        return True  # the examples themselves say where they go
+    if not batch_axes.depends(rows) or batch_axes.axis_of(rows).axis >= rank:
+        return False
+    return not _are_own_places(places, batch_axes)
+
+
+def _are_own_places(places: tf.Tensor, batch_axes: BatchAxes) -> bool:
+    """Whether places are 0, 1, …, B − 1, of any rank."""
+    value, size = static_value(places), batch_axes.batch_size.static
+    if value is not None and size is not None:
+        return np.array_equal(np.ravel(value), np.arange(size))
+    while not _is_range_of_batch(places, batch_axes):
+        op = places.op
+        adds_axes = op.type == "StridedSlice" and op.get_attr("new_axis_mask")
+        if op.type not in ("Cast", "ExpandDims", "Identity", "Reshape") and not (
+            adds_axes and op.inputs[0].shape.rank == 1 and whole_axes(op) == {0}
+        ):
+            return False
+        places = op.inputs[0]
+    return True
+
+
+@register_layout(
+    *("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "HistogramFixedWidth")
+)
+@unless_cross_example
+def whole_batch(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Compares or counts all values."""
+    return CrossExample(op, "works across the batch axis")
 
 
 @register_layout("LookupTableFindV2")

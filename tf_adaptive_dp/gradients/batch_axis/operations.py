@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Union
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
@@ -52,6 +53,8 @@ _UNKNOWN = (
     "is an operation that is not known to keep the examples apart (if it does, say so with "
     "`tf_adaptive_dp.gradients.register_layout`)"
 )
+# Where the picked rows then are is unknown. But on axis 0 they are beside each other.
+PICKED = "picks some rows of the batch"
 
 
 def register_layout(*op_types: str) -> Callable[[LayoutRule], LayoutRule]:
@@ -265,10 +268,13 @@ def elementwise(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     single = not isinstance(batch_axes[op.inputs[0]], BatchAxis)
     if op.type in _SAME and (rank is None or single):
         return batch_axes[op.inputs[0]]
-    data = {t.ref() for t in _data(op, batch_axes)}
-    places = set()
+    data = _data(op, batch_axes)
+    if rank is None and len(data) == 1:  # other numbers are not broadcast
+        if all(t is data[0] or t.shape.rank == 0 for t in op.inputs):
+            return batch_axes[data[0]]
+    places, of_data = set(), {t.ref() for t in data}
     for k, tensor in enumerate(op.inputs):
-        if tensor.ref() in data:
+        if tensor.ref() in of_data:
             place = moved(op, k, batch_axes)
             if tensor.shape.rank is None or rank is None or place is None:
                 return CrossExample(op, "has an unknown rank", is_certain=False)
@@ -463,10 +469,25 @@ def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
     return layout.at(layout.axis - first) if layout.axis - first in kept else None
 
 
-@register_layout(*REDUCTIONS, "ArgMax", "ArgMin")
-@unless_cross_example
-def reduction(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+@register_layout(*REDUCTIONS, "ArgMax", "ArgMin", "ReduceJoin")
+def reduction(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """Axes go away, or stay with length 1."""
+    layout, axes = batch_axes[op.inputs[0]], static_value(op.inputs[1])
+    rank = op.inputs[0].shape.rank
+    if axes is not None and _is_over_rows(axes, rank):
+        unknown_rank = rank is None and layout == BatchAxis()
+        if unknown_rank or (isinstance(layout, CrossExample) and layout.why == PICKED):
+            return CrossExample(op, "reduces over the batch axis")
+    return _reduction(op, batch_axes)
+
+
+def _is_over_rows(axes: np.ndarray, rank: int | None) -> bool:
+    """Whether axis 0 is among the axes of a tensor whose rank may be unknown."""
+    return any(a == 0 or (rank and int(a) % rank == 0) for a in axes.reshape(-1))
+
+
+@unless_cross_example
+def _reduction(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if op.type == "Sum" and static_value(op.inputs[1]) is None:
         found = sum_to_operand(op, batch_axes)
         if found:
