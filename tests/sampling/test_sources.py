@@ -8,7 +8,15 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp.sampling.sources import refuse_ties
+from tf_adaptive_dp._keras.datasets import (
+    batches_of_a_pass,
+    copies_in_batches,
+    gives_copies,
+    has_random_order,
+    rearranges_parts,
+    takes_apart,
+)
+from tf_adaptive_dp.sampling.sources import is_draw, refuse_ties
 
 Dataset = tf.data.Dataset
 X, Y = catalogue.data()
@@ -121,3 +129,155 @@ def test_a_map_of_batches_of_unknown_shape_may_not_mix_them_either():
     mixed = unknown.map(lambda x, y: (x / 2.0 - tf.reduce_mean(tf.cast(x, x.dtype) / 2.0, 0), y))
     with pytest.raises(dp.NotPrivateError, match="reduces over the batch axis"):
         refuse_ties(mixed, batched=True)
+
+
+# --- functions that make data sets ----------------------------------------------------------------
+
+
+def each(data):
+    """A data set whose function makes the whole of `data`."""
+    return Dataset.range(1).interleave(lambda _: data)
+
+
+def many_lengths():
+    return single().map(lambda x, y: (x[: y + 1], y))
+
+
+TIED = {
+    "take_while": lambda: each(single().take_while(lambda x, y: x[0] < 9.0)),
+    "take_while of constants": lambda: Dataset.range(1).flat_map(
+        lambda _: Dataset.from_tensor_slices((X, Y)).take_while(lambda x, y: x[0] < 9.0)
+    ),
+    "padded_batch": lambda: each(many_lengths().padded_batch(4)),
+    "padded_batch of windows": lambda: many_lengths().group_by_window(
+        lambda x, y: tf.constant(0, tf.int64), lambda _, window: window.padded_batch(4), 4
+    ),
+    "map": lambda: each(single().batch(4).map(lambda x, y: (x - tf.reduce_mean(x, 0), y))),
+    "map before interleave": lambda: (
+        single()
+        .batch(4)
+        .map(lambda x, y: (x - tf.reduce_mean(x, 0), y))
+        .interleave(lambda *e: Dataset.from_tensor_slices(e))
+        .batch(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", TIED)
+def test_functions_that_make_data_sets_may_not_tie_examples_either(way):
+    with pytest.raises(dp.NotPrivateError, match=f"`{way.split(' ')[0]}`"):
+        refuse_ties(TIED[way](), batched=True)
+
+
+def test_parts_of_one_example_may_be_tied_to_each_other():
+    """Clipping bounds them if they come into one row; else each is an example of its own."""
+
+    def rows(x, y):
+        entries = Dataset.from_tensor_slices(x).take_while(lambda entry: entry < 9.0)
+        return entries.padded_batch(6, padded_shapes=[]).map(lambda entries: (entries, y))
+
+    refuse_ties(single().flat_map(rows).batch(4), batched=True)
+    windows = single().window(4, drop_remainder=True)
+    refuse_ties(windows.flat_map(lambda x, y: Dataset.zip((x.batch(4), y.batch(4)))), batched=True)
+
+
+def generated(_):
+    spec = tf.TensorSpec([6]), tf.TensorSpec([], Y.dtype)
+    return Dataset.from_generator(lambda: zip(X, Y), output_signature=spec)
+
+
+COPYING = {
+    "repeat": lambda: single().flat_map(lambda *e: Dataset.from_tensors(e).repeat(3)),
+    "repeat by class": lambda: single().flat_map(
+        lambda x, y: Dataset.from_tensors((x, y)).repeat(tf.cast(y, tf.int64) + 1)
+    ),
+    "interleave": lambda: Dataset.range(3).interleave(lambda _: single()),
+    "flat_map": lambda: Dataset.range(2).flat_map(
+        lambda i: single().map(lambda x, y: (x + tf.cast(i, tf.float32), y))
+    ),
+    "flat_map of arrays": lambda: Dataset.range(2).flat_map(
+        lambda _: Dataset.from_tensor_slices((X, Y)).shuffle(9)
+    ),
+}
+ONCE = {
+    "shards": lambda: Dataset.range(3).interleave(lambda i: single().shard(3, i)),
+    "blocks": lambda: Dataset.range(4).flat_map(lambda i: single().skip(8 * i).take(8)),
+    "one element": lambda: Dataset.range(1).flat_map(lambda _: single()),
+    "generators": lambda: Dataset.range(2).interleave(generated),
+    "crops": lambda: single().flat_map(
+        lambda x, y: Dataset.from_tensor_slices((tf.stack([x, x[::-1]]), tf.stack([y, y])))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", COPYING)
+def test_functions_that_make_data_sets_may_not_copy_examples(way):
+    data = COPYING[way]()
+    assert copies_in_batches(data.batch(4)) == [way.split(" ")[0]]
+    assert gives_copies(data)
+    with pytest.raises(ValueError, match="must give each example once"):
+        dp.poisson_batches(data, dp.PoissonSampling(0.1, 20, steps=4))
+
+
+@pytest.mark.parametrize("way", ONCE)
+def test_functions_may_make_data_sets_of_parts(way):
+    data = ONCE[way]()
+    assert not copies_in_batches(data.batch(4))
+    assert not gives_copies(data)
+
+
+def test_passes_of_batches_that_a_function_makes_are_no_copies_in_a_batch():
+    data = Dataset.range(3).flat_map(lambda _: single().shuffle(9).batch(4))
+    assert not copies_in_batches(data)
+    assert batches_of_a_pass(data) is None
+
+
+def test_batches_that_are_divided_anew_may_not_span_two_passes():
+    of_32 = single().shuffle(9)
+    assert copies_in_batches(of_32.batch(5).repeat(2).rebatch(6)) == ["repeat"]
+    assert not copies_in_batches(of_32.batch(5).repeat(2).rebatch(8))
+    for batched in (of_32.batch(8), of_32.batch(5, drop_remainder=True)):
+        assert not copies_in_batches(batched.rebatch(2).repeat())
+        assert not copies_in_batches(batched.repeat().rebatch([1, 1]))
+    assert copies_in_batches(of_32.batch(5, drop_remainder=True).repeat().rebatch(4)) == ["repeat"]
+
+
+def test_the_order_within_functions_may_be_random():
+    """By their places, users would be given the examples of others."""
+    assert has_random_order(each(single().shuffle(9)))
+    assert not has_random_order(each(single()))
+    sampling = dp.PoissonSampling(0.5, 10, steps=4, examples_per_user=2)
+    users = np.arange(len(X)) // 4
+    with pytest.raises(ValueError, match="must come in a known order"):
+        dp.poisson_batches(each(single().shuffle(9)), sampling, user_ids=users)
+
+
+def drawn(**kwargs):
+    return dp.poisson_batches((X, Y), dp.PoissonSampling(0.1, 20, steps=4), **kwargs)
+
+
+def test_parts_of_draws_may_not_be_rearranged_by_functions():
+    parts = drawn(gradient_accumulation_steps=2)
+    assert rearranges_parts(parts, 2, is_draw) is None
+    interleaved = Dataset.range(2).interleave(lambda _: parts.map(lambda *e: e), cycle_length=2)
+    assert rearranges_parts(interleaved, 2, is_draw) is not None
+
+
+@pytest.mark.parametrize("method", ["batch", "rebatch"])
+def test_draws_may_not_be_joined(method):
+    """A batch of two draws may hold an example twice, which the ledger does not show."""
+    joined = {
+        "batch": lambda data: data.prefetch(1).unbatch().batch(40),
+        "rebatch": lambda data: each(data.map(lambda *e: e)).rebatch(40),
+    }
+    model = catalogue.compiled("DPSGD", expected_batch_size=3)
+    with pytest.raises(dp.NotPrivateError, match=f"`{method}` after its batches were drawn"):
+        model.fit(joined[method](drawn()), verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
+def test_draws_are_taken_apart_by_some_methods():
+    assert takes_apart(drawn().unbatch().map(lambda *e: e), is_draw) == "unbatch"
+    assert takes_apart(drawn().window(2), is_draw) == "window"
+    assert takes_apart(drawn().map(lambda *e: e).prefetch(1).take(2), is_draw) is None
+    assert takes_apart(single().batch(4).unbatch().batch(3).rebatch(2), is_draw) is None

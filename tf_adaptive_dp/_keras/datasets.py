@@ -3,17 +3,82 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
 
 
 def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The data sets that a data set transforms."""
-    return dataset._inputs()
+    """The data sets that a data set transforms, and the one that its function makes, at the end."""
+    made = _made_by_function(dataset)
+    return [*dataset._inputs(), *([] if made is None else [made])]
+
+
+# By the methods whose functions make data sets, the attributes with these functions.
+_MAKERS = {"FlatMap": "_map_func", "Interleave": "_map_func", "GroupByWindow": "_reduce_func"}
+_MADE: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _made_by_function(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+    """The data set that the function of `interleave` and the like makes of an element.
+
+    TensorFlow keeps only the graph of the function, so this traces it once more.
+
+    Returns:
+      One of symbolic tensors, whose inputs may be data sets that were made outside of the function.
+      `None` if there is no such function, and for `from_generator`, which nobody can look into.
+    """
+    function = getattr(dataset, _MAKERS.get(_kind(dataset), ""), None)
+    if function is None or _is_generator(dataset):
+        return None
+    if dataset not in _MADE:
+        _MADE[dataset] = _trace(function)
+    return _MADE[dataset]
+
+
+def _is_generator(dataset: tf.data.Dataset) -> bool:
+    if _kind(dataset) != "FlatMap":
+        return False
+    return "from_generator" in getattr(dataset._map_func._func, "__module__", "")
+
+
+def _trace(function: Any) -> tf.data.Dataset | None:
+    """What a function returns for symbolic arguments, if that is a data set."""
+    specs = function._input_structure
+    results: list[Any] = [None]
+
+    def trace(*arguments: Any) -> None:
+        results[0] = function._func(*arguments)
+
+    with tf.init_scope():  # a step may be traced now
+        tf.function(trace).get_concrete_function(*(specs if type(specs) is tuple else (specs,)))
+    return results[0] if isinstance(results[0], tf.data.Dataset) else None
+
+
+def _reads_element(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set, made by a function, is another one for each element."""
+    variant = dataset._variant_tensor
+    if not graphs.is_symbolic(variant):
+        return False  # made outside of the function
+    captured = {inside.op for _, inside in graphs.captures(variant.graph)}
+    return any(
+        op.type == "Placeholder" and op not in captured for op in graphs.ancestors([variant])
+    )
+
+
+def _num_elements(dataset: tf.data.Dataset) -> int:
+    """How many elements a data set has; negative if that is unknown, or if it does not end."""
+    if graphs.is_symbolic(dataset._variant_tensor):
+        return int(tf.data.UNKNOWN_CARDINALITY)
+    with tf.init_scope():  # a step may be traced now
+        return int(dataset.cardinality())
 
 
 def datasets_within(
@@ -36,6 +101,13 @@ _LEAVES_ROWS = ("Cache", "Options", "Prefetch", "Repeat", "Shuffle")
 _LEAVES_BATCHES = (*_LEAVES_ROWS, "Map")
 # What changes examples, or puts them into batches, but leaves none out.
 _LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
+# The methods that make batches of other elements, by the names of their data sets.
+_REGROUPS = {
+    **{"Batch": "batch", "GroupByWindow": "group_by_window", "PaddedBatch": "padded_batch"},
+    **{"Rebatch": "rebatch", "Unbatch": "unbatch", "Window": "window"},
+}
+# What keeps examples in their order, and leaves out none but the last ones.
+_IN_ORDER = "Cache Map Options Prefetch Repeat Restructured Take".split()
 # What keeps batches in their order, and leaves out none but the last ones.
 _KEEPS_ORDER = "AssertCardinality Cache CopyToDevice Options Prefetch Take Zip".split()
 # The methods that may leave out elements, by the names of their data sets.
@@ -158,10 +230,11 @@ def _rearranges(
     if not of_draws and not any(_has(source, _repeats) for source in inputs):
         return None
     if kind == "Skip":
-        kept = tf.get_static_value(dataset._count) % parts == 0
+        count = tf.get_static_value(dataset._count)
+        kept = count is not None and count % parts == 0
     elif kind == "Repeat":  # of a pass over data that were not drawn, `batches_of_a_pass` says it
-        with tf.init_scope():
-            kept = not of_draws or int(inputs[0].cardinality()) % parts == 0
+        number = _num_elements(inputs[0])
+        kept = not of_draws or (number > 0 and number % parts == 0)
     elif kind == "Map":
         kept = in_order and not _reorders(dataset)
     else:
@@ -179,7 +252,7 @@ def _has(dataset: tf.data.Dataset, condition: Callable[[tf.data.Dataset], bool])
 
 
 def _repeats(dataset: tf.data.Dataset) -> bool:
-    return "Repeat" in type(dataset).__name__ and int(dataset._count) != 1
+    return "Repeat" in type(dataset).__name__ and tf.get_static_value(dataset._count) != 1
 
 
 def num_examples(dataset: tf.data.Dataset) -> int | None:
@@ -272,6 +345,9 @@ def _are_of_equal_arrays(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
 def _is_equal(one: tf.Tensor, other: tf.Tensor) -> bool:
     if one is other or one.dtype == tf.variant or one.dtype != other.dtype:
         return one is other
+    if graphs.is_symbolic(one) or graphs.is_symbolic(other):  # as constants of a function
+        values = [tf.get_static_value(tensor) for tensor in (one, other)]
+        return all(v is not None for v in values) and np.array_equal(*values)
     with tf.init_scope():  # a step may be traced now
         return one.shape == other.shape and bool(tf.reduce_all(tf.equal(one, other)))
 
@@ -298,11 +374,17 @@ def _kind(dataset: tf.data.Dataset) -> str:
 def has_random_order(dataset: tf.data.Dataset) -> bool:
     """Whether a data set, or one that it transforms, is shuffled, or may be out of order.
 
-    It cannot see what happens within functions, such as those of `interleave` and `from_generator`.
+    It cannot see what happens in Python, such as in the function of `from_generator`.
     """
     with tf.init_scope():  # a step may be traced now
-        within = datasets_within(dataset)
-        return any(d.options().deterministic is False or _reorders(d) for d in within)
+        return any(_may_reorder(d) or _reorders(d) for d in datasets_within(dataset))
+
+
+def _may_reorder(dataset: tf.data.Dataset) -> bool:
+    """Whether the options of a data set say so."""
+    if graphs.is_symbolic(dataset._variant_tensor):
+        return dataset._options_attr.deterministic is False
+    return dataset.options().deterministic is False
 
 
 def _reorders(dataset: tf.data.Dataset) -> bool:
@@ -315,11 +397,11 @@ def _reorders(dataset: tf.data.Dataset) -> bool:
 def gives_copies(dataset: tf.data.Dataset) -> bool:
     """Whether a data set, or one that it transforms, gives its elements more than once.
 
-    It sees `repeat` and data sets that are joined with themselves, but not what happens within
-    functions, nor that windows overlap.
+    It sees `repeat` and data sets that are joined with themselves, but not what happens in Python,
+    nor that windows overlap.
     """
     kind, inputs = type(dataset).__name__, _elements_from(dataset)
-    if _joins_the_same(dataset):
+    if _joins_the_same(dataset) or _gives_same_again(dataset):
         return True
     if "Zip" in kind:
         # One value beside each element is no copy: `map` could have captured it. The windows of
@@ -337,10 +419,26 @@ def _elements_from(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return inputs[1:] if "DirectedInterleave" in type(dataset).__name__ else inputs
 
 
+def _gives_same_again(dataset: tf.data.Dataset) -> str | None:
+    """The method whose function makes data sets of the same examples for several elements, if any.
+
+    It does not look into generators, which may give other examples each time.
+    """
+    kind, made = _kind(dataset), _made_by_function(dataset)
+    if made is None or kind == "GroupByWindow" or _num_elements(dataset._inputs()[0]) in (0, 1):
+        return None
+    source = _examples(made)
+    if _reads_element(source) or any(map(_is_generator, datasets_within(source))):
+        return None
+    return "flat_map" if kind == "FlatMap" else "interleave"
+
+
 def _joins_the_same(dataset: tf.data.Dataset) -> str | None:
     """The method by which a data set joins others that hold the same examples, if it does."""
     kind = type(dataset).__name__
     pairs = list(itertools.permutations(_elements_from(dataset), 2))
+    if _made_by_function(dataset) is not None:
+        return None
     if "Zip" in kind:
         return "zip" if any(_is_out_of_step(a, b) for a, b in pairs) else None
     if any(_has_all_of(a, b) for a, b in pairs):
@@ -352,7 +450,7 @@ def copies_in_batches(dataset: tf.data.Dataset) -> list[str]:
     """The methods by which one batch may hold an example several times.
 
     It sees examples that are repeated before they are batched, unless the batches divide each
-    pass, and data sets that are joined with themselves, but not what happens within functions.
+    pass, and data sets that are joined with themselves, but not what happens in Python.
 
     Args:
       dataset: of batches.
@@ -370,13 +468,16 @@ def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order:
     """
     kind, inputs = type(dataset).__name__, _elements_from(dataset)
     if batched is None:
-        if "Batch" in kind and "Unbatch" not in kind:
+        if any(n in kind for n in ("Batch", "Rebatch", "GroupBy", "Window")) and "Un" not in kind:
             batched = dataset
-    elif not _is_among(dataset, ("Cache", "Map", "Options", "Prefetch", "Repeat", "Take")):
+    elif not _is_among(dataset, _IN_ORDER):
         in_order = False
     found, joined = [], _joins_the_same(dataset)
     if joined is not None and (batched is not None or joined == "zip"):
         found.append(joined)
+    again = _gives_same_again(dataset)
+    if again is not None and batched is not None:
+        found.append(again)
     if _repeats(dataset) and batched is not None:
         found += [] if in_order and _divides(batched, inputs[0]) else ["repeat"]
     parts = [_copies(d, batched, in_order) for d in inputs]
@@ -387,15 +488,60 @@ def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order:
 
 def _divides(batched: tf.data.Dataset, one_pass: tf.data.Dataset) -> bool:
     """Whether batches of these sizes divide a pass, so that none has examples of two."""
-    size = tf.get_static_value(getattr(batched, "_batch_size", None))
-    with tf.init_scope():  # a step may be traced now
-        number = int(one_pass.cardinality())
+    if _kind(batched) == "Rebatch":
+        sizes, number = tf.get_static_value(batched._batch_sizes), _num_rows(one_pass)
+        size = sizes if sizes is None or sizes.ndim == 0 else sizes.sum()
+    else:
+        size = getattr(batched, "_batch_size", getattr(batched, "_size", None))
+        size = None if size is None else tf.get_static_value(size)
+        number = _num_elements(one_pass)
     return size is not None and number > 0 and number % size == 0
+
+
+def _num_rows(dataset: tf.data.Dataset) -> int:
+    """How many examples batches hold together; negative if that is unknown."""
+    batched = _batched(dataset, among=_LEAVES_BATCHES)
+    size = None if batched is None else tf.get_static_value(batched._batch_size)
+    if batched is None or size is None or _is_among(dataset, ("Repeat",)):
+        return -1
+    number = _num_elements(input_datasets(batched)[0])
+    dropped = number % size if tf.get_static_value(batched._drop_remainder) else 0
+    return number - int(dropped) if number > 0 else -1
 
 
 def _is_out_of_step(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
     """Whether two data sets hold the same examples, and one of them in another order."""
     return _has_all_of(one, other) and (has_random_order(one) or has_random_order(other))
+
+
+def functions_within(
+    dataset: tf.data.Dataset, until: Callable[[tf.data.Dataset], bool]
+) -> list[tf.Graph]:
+    """The graphs of all functions, such as those of `map`, that a data set is made by.
+
+    Args:
+      dataset: any.
+      until: says of a data set that it is not looked at.
+    """
+    within = datasets_within(dataset, until)
+    return [function.function.graph for d in within for function in d._functions()]
+
+
+def takes_apart(dataset: tf.data.Dataset, is_draw: Callable[[tf.data.Dataset], bool]) -> str | None:
+    """The method that takes batches apart, or puts several together, after they were drawn.
+
+    Args:
+      dataset: any.
+      is_draw: says of a data set whether its batches were drawn at random.
+
+    Returns:
+      `None` if there is none.
+    """
+    for after in datasets_within(dataset, until=is_draw):
+        method = _REGROUPS.get(_kind(after))
+        if method is not None and any(map(is_draw, datasets_within(after))):
+            return method
+    return None
 
 
 def maps_of_batches(
@@ -414,7 +560,11 @@ def maps_of_batches(
     if until(dataset):
         return []
     inputs, found = _elements_from(dataset), []
-    if _makes_new_elements(dataset):
+    made = _made_by_function(dataset)
+    if made is not None:
+        found += maps_of_batches(made, batched, until)
+        inputs, batched = inputs[:-1], _holds_batches(inputs[0])
+    elif _makes_new_elements(dataset):
         batched = "Unbatch" in type(dataset).__name__ and _holds_batches(inputs[0])
     elif batched and _is_among(dataset, ["Map"]):
         graph = dataset._map_func.function.graph
@@ -433,6 +583,9 @@ def _holds_batches(dataset: tf.data.Dataset) -> bool:
     """Whether `batch` made the elements of a data set, or what they were before a `map`."""
     while not _makes_new_elements(dataset) and len(input_datasets(dataset)) == 1:
         (dataset,) = input_datasets(dataset)
+    made = _made_by_function(dataset)
+    if made is not None:
+        return _holds_batches(made)
     return "Batch" in type(dataset).__name__
 
 
@@ -470,10 +623,26 @@ def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
     """The methods by which what one element holds may change what becomes of others.
 
     It sees `take_while`, `scan`, `group_by_window` and a `padded_batch` that pads to the longest,
-    in all data sets that this one transforms, but not what happens within functions, nor variables
-    to which a function of `map` writes.
+    in all data sets that this one transforms, but not what happens in Python. What the function of
+    `flat_map` makes of one example are parts of it, which may be tied to each other.
     """
-    return [m for m in map(_tie_between_examples, datasets_within(dataset)) if m is not None]
+    found, made = [_tie_between_examples(dataset)], _made_by_function(dataset)
+    for source in input_datasets(dataset):
+        if source is not made or not _are_parts(made, dataset._inputs()[0]):
+            found += ties_between_examples(source)
+    return [method for method in found if method is not None]
+
+
+def _are_parts(made: tf.data.Dataset, source: tf.data.Dataset) -> bool:
+    """Whether all that a function makes is made of the tensors of one example.
+
+    Args:
+      made: the data set that a function makes.
+      source: the one that it makes it of.
+    """
+    ends = [d for d in datasets_within(made) if not input_datasets(d)]
+    of_element = all(_kind(d) in ("Tensor", "TensorSlice") and _reads_element(d) for d in ends)
+    return of_element and not _holds_batches(source)
 
 
 def _tie_between_examples(dataset: tf.data.Dataset) -> str | None:

@@ -12,6 +12,7 @@ from tf_adaptive_dp._keras.datasets import (
     choices_of_batches,
     copies_in_batches,
     rearranges_parts,
+    takes_apart,
 )
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
@@ -44,6 +45,12 @@ _COPIES = {
         "with `sample_from_datasets`, `choose_from_datasets` or `rejection_resample`, which take "
         "examples from several data sets that hold the same ones. Use each example once; to "
         "balance classes, give the examples weights."
+    ),
+    **dict.fromkeys(
+        ("flat_map", "interleave"),
+        "with a `flat_map` or `interleave` before `batch` whose function gives the same examples "
+        "for several elements. Use each example once: have the function read a part of its own, as "
+        "with `shard`.",
     ),
     "zip": (
         "with `zip` of a data set and itself in another order, as for MixUp. Use each example "
@@ -125,6 +132,14 @@ def _refuse_dataset(data: tf.data.Dataset) -> None:
                 "release like any other, and padding does no harm. Filter examples before they "
                 "are batched."
             )
+    regroups = takes_apart(data, is_draw)
+    if regroups is not None:
+        raise NotPrivateError(
+            "Batches must stay as they were drawn: one that holds examples of two draws may hold "
+            "an example twice, which moves the sum by 2C. Received: a `tf.data.Dataset` with "
+            f"`{regroups}` after its batches were drawn. Leave it out: the sampling sets the size "
+            "of batches."
+        )
     refuse_ties(data, batched=True)
     for method in copies_in_batches(data):
         raise NotPrivateError(
