@@ -131,6 +131,97 @@ def test_a_map_of_batches_of_unknown_shape_may_not_mix_them_either():
         refuse_ties(mixed, batched=True)
 
 
+# --- state --------------------------------------------------------------------------------------
+
+
+def running_mean():
+    mean = tf.Variable(tf.zeros([6]))
+    return single().map(lambda x, y: (x - mean.assign(0.9 * mean + 0.1 * x), y))
+
+
+def written_and_read():
+    largest = tf.Variable(0.0)
+
+    def write(x, y):
+        with tf.control_dependencies([largest.assign(tf.maximum(largest, x[0]))]):
+            return tf.identity(x), y
+
+    return single().map(write).map(lambda x, y: (x / largest, y))
+
+
+def scalar_labels():
+    last = tf.Variable(0, dtype=Y.dtype)
+    return single().map(lambda x, y: (x, last.assign(y) + y))
+
+
+def counts_in_a_table():
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+
+    def count(x, y):
+        y = tf.cast(y, tf.int64)
+        seen = table.lookup(y)
+        with tf.control_dependencies([table.insert(y[None], seen[None] + 1)]):
+            return x, tf.identity(seen)
+
+    return single().map(count)
+
+
+def filtered_by_state():
+    seen = tf.Variable(0.0)
+
+    def write(x, y):
+        with tf.control_dependencies([seen.assign_add(x[0])]):
+            return tf.identity(x), y
+
+    return single().map(write).filter(lambda x, y: seen < 1.0)
+
+
+def in_an_inner_function():
+    mean = tf.Variable(tf.zeros([6]))
+
+    def shifted(x, y):
+        return x - mean.assign(x), y
+
+    return Dataset.range(1).flat_map(lambda _: single().map(shifted))
+
+
+STATE = (running_mean, written_and_read, scalar_labels, counts_in_a_table, filtered_by_state)
+STATE += (in_an_inner_function,)
+
+
+@pytest.mark.parametrize("make", STATE, ids=lambda f: f.__name__)
+def test_a_map_may_not_carry_what_an_example_holds_to_others(make):
+    """Clipping bounds what an example adds itself; a running mean changes all that come later."""
+    for data, batched in ((make(), False), (make().batch(4), True)):
+        with pytest.raises(dp.NotPrivateError, match="write what examples hold into a variable"):
+            refuse_ties(data, batched)
+
+
+def test_a_map_may_use_state_that_no_example_changes():
+    count, total = tf.Variable(0), tf.Variable(0.0)
+    generator = tf.random.Generator.from_seed(1)
+    words = tf.keras.layers.StringLookup(vocabulary=["0", "1"])
+    noise = tf.keras.layers.GaussianNoise(0.1)
+    public = tf.constant([1.0] * 6)
+
+    def logged(x, y):
+        with tf.control_dependencies([total.assign_add(x[0])]):  # read after training, perhaps
+            return tf.identity(x), y
+
+    maps = (
+        lambda x, y: (x + tf.cast(count.assign_add(1), tf.float32) * public, y),
+        lambda x, y: (x + generator.normal([6]), y),
+        lambda x, y: (x, words(tf.strings.as_string(y))),
+        lambda x, y: (noise(x[None], training=True)[0], y),
+        logged,
+        lambda x, y: (tf.numpy_function(lambda x: x, [x], x.dtype), y),
+    )
+    data = single()
+    for change in maps:
+        data = data.map(change)
+    refuse_ties(data, batched=False)
+
+
 # --- functions that make data sets ----------------------------------------------------------------
 
 

@@ -169,7 +169,7 @@ def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:
     ]
     if len({optimizer for optimizer, _, _ in noted}) < 2:
         return
-    shared = _shared((owner, data_within(root, frame, loss)) for owner, frame, loss in noted)
+    shared = _shared((owner, data_within(frame, loss)) for owner, frame, loss in noted)
     if shared is not None:
         names = " and ".join(repr(name) for _, name in shared.owners)
         message = _SEVERAL_OPTIMIZERS.format(names=names, data=shared.data.name)
@@ -184,7 +184,7 @@ def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:
     """
     data_of_losses = []
     for frame, loss, replica in _noted_values("_replicas_of_losses", frames):
-        found = data_within(root, frame, loss)
+        found = data_within(frame, loss)
         if not found:
             raise NotPrivateError(_NO_DATA.format(name=loss.name))
         data_of_losses.append((replica, found))

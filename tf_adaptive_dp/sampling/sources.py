@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.datasets import (
+    functions_within,
     gives_copies,
     has_random_order,
     maps_of_batches,
@@ -26,6 +27,7 @@ from tf_adaptive_dp._keras.datasets import (
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.analysis import mixed_rows
+from tf_adaptive_dp.gradients.batch_axis.hidden import state_between
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 _PARTS = (1, 2, 3)  # (x,) is for models that need no targets
@@ -140,6 +142,14 @@ def refuse_ties(dataset: tf.data.Dataset, batched: bool) -> None:
         raise NotPrivateError(
             "No example may change what becomes of the others: clipping bounds only what it adds "
             f"itself. Received: a `tf.data.Dataset` with `{method}`, {_TIES[method]}"
+        )
+    writes = state_between(functions_within(dataset, until=is_draw))
+    if writes is not None:
+        raise NotPrivateError(
+            "No example may change what becomes of the others: clipping bounds only what it adds "
+            "itself. Received: a `tf.data.Dataset` whose functions write what examples hold into a "
+            f"variable, a table or the like, and read it ({writes.name}, {writes.type}). Compute "
+            "such numbers from public data before, or leave them out."
         )
     for batch, results in maps_of_batches(dataset, batched, until=is_draw):
         mixed = mixed_rows(batch, results)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import (
+    captures,
     function_attributes,
     is_stateful,
     line_of,
@@ -98,7 +99,7 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
     Raises:
       NotPrivateError: naming the operation that writes.
     """
-    search = _DependencySearch(root)
+    search = _DependencySearch()
     search.follow(losses, set())
     op = _writes_data(search, _by_state(root), search.read)
     if op is not None:
@@ -119,7 +120,7 @@ def written_from_data(root: Frame, variables: Iterable[tf.Variable]) -> list[tf.
     def are_written(several: Iterable[tf.Variable]) -> bool:
         copies = [copy for variable in several for copy in local_copies(variable)]
         states: set[Hashable] = {id(handle_of(copy)) for copy in copies}
-        return _writes_data(_DependencySearch(root), writes, states) is not None
+        return _writes_data(_DependencySearch(), writes, states) is not None
 
     variables = list(variables)
     # One search for all of them is enough for almost every step.
@@ -141,18 +142,42 @@ def _writes_data(
     return None
 
 
-def data_within(root: Frame, frame: Frame, tensor: tf.Tensor) -> dict[Hashable, tf.Tensor]:
+def state_between(functions: Sequence[tf.Graph]) -> tf.Operation | None:
+    """Finds what writes data into state that functions read, such as those of a data set's `map`.
+
+    All their arguments are data. What Python and files remember is not among the state, since such
+    functions often run Python for each example alone.
+
+    Args:
+      functions: their graphs.
+
+    Returns:
+      An operation that writes, such as an assignment to a variable.
+    """
+    roots = [Frame(function) for function in functions]
+    captured = {id(inside) for function in functions for _, inside in captures(function)}
+    arguments = {id(t) for function in functions for t in function.inputs} - captured
+    search = _DependencySearch(arguments)
+    search.follow([(root, t) for root in roots for t in root.graph.outputs], set())
+    writes: dict[Hashable, list[_Write]] = {}
+    for root in roots:
+        for state, some in _by_state(root).items():
+            writes.setdefault(state, []).extend(some)
+    writes.pop(_WORLD, None)
+    return _writes_data(search, writes, search.read)
+
+
+def data_within(frame: Frame, tensor: tf.Tensor) -> dict[Hashable, tf.Tensor]:
     """The inputs of a step and the elements of data sets that a tensor depends on.
 
     Args:
-      root: the outermost graph.
-      frame: that of the tensor, within `root`.
+      frame: that of the tensor, within the outermost graph.
       tensor: what may depend on data.
 
     Returns:
-      The tensors, by keys that are alike for all searches of the same `root`.
+      The tensors, by keys that are alike for all searches of the same graph.
     """
-    search = _DependencySearch(root)
+    search = _DependencySearch()
     search.follow([(frame, tensor)], set())
     return dict(search.data)
 
@@ -165,8 +190,9 @@ class _DependencySearch:
       data: the inputs of the step and the elements of data sets found so far, by frame and id.
     """
 
-    def __init__(self, root: Frame):
-        self._root = root
+    def __init__(self, arguments: Container[int] = ()):
+        """Takes the ids of arguments that are data, whatever their ranks."""
+        self._arguments = arguments
         self.read: set[Hashable] = set()
         self.data: dict[tuple[Frame, int], tf.Tensor] = {}
 
@@ -186,11 +212,20 @@ class _DependencySearch:
             if (frame, id(tensor), only_sizes) in seen or is_released(tensor):
                 continue
             seen.add((frame, id(tensor), only_sizes))
-            if not only_sizes and _is_data(frame, tensor):
+            if not only_sizes and self._is_data(frame, tensor):
                 found = True
                 self.data[frame, id(tensor)] = tensor
             stack += self._sources(frame, tensor, only_sizes)
         return found
+
+    def _is_data(self, frame: Frame, tensor: tf.Tensor) -> bool:
+        """Whether a tensor is an input of the step or an element of a data set."""
+        if tensor.dtype == tf.resource:
+            return False
+        if tensor.op.type == "Placeholder":
+            places, enters_here = frame.origins(tensor)
+            return enters_here or (not places and id(tensor) in self._arguments)
+        return tensor.op.type in ELEMENTS
 
     def _sources(
         self, frame: Frame, tensor: tf.Tensor, only_sizes: bool
@@ -225,16 +260,6 @@ class _DependencySearch:
         if _kind(op.type) == _OUTSIDE:
             self.read.add(_WORLD)
         return [(frame, t, False) for t in op.inputs]
-
-
-def _is_data(frame: Frame, tensor: tf.Tensor) -> bool:
-    """Whether a tensor is an input of the step or an element of a data set."""
-    if tensor.dtype == tf.resource:
-        return False
-    if tensor.op.type == "Placeholder":
-        _, enters_here = frame.origins(tensor)
-        return enters_here
-    return tensor.op.type in ELEMENTS
 
 
 def _by_state(root: Frame) -> dict[Hashable, list[_Write]]:
