@@ -6,13 +6,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp.gradients.batch_axis.axis_maps import whole_axes
 from tf_adaptive_dp.gradients.batch_axis.operation_types import SEGMENTS
 from tf_adaptive_dp.gradients.batch_axis.operations import (
     PICKED,
     register_layout,
     unless_cross_example,
 )
-from tf_adaptive_dp.gradients.batch_axis.reshaping import whole_axes
 from tf_adaptive_dp.gradients.batch_axis.rows_outside import batch_dims_of, stays_within
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
