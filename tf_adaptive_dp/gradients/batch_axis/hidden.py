@@ -162,7 +162,9 @@ def state_between(functions: Sequence[tf.Graph]) -> tf.Operation | None:
     writes: dict[Hashable, list[_Write]] = {}
     for root in roots:
         for state, some in _by_state(root).items():
-            writes.setdefault(state, []).extend(some)
+            # Data sets within functions have handles for their seeds and caches alone.
+            own = [write for write in some if "Dataset" not in write.op.type]
+            writes.setdefault(state, []).extend(own)
     writes.pop(_WORLD, None)
     return _writes_data(search, writes, search.read)
 
