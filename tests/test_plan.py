@@ -449,6 +449,22 @@ def test_a_run_spends_what_was_planned_and_no_more():
     assert len([w for w in caught if "already trained" in str(w.message)]) == 1
 
 
+@pytest.mark.slow_on(2)
+def test_a_model_that_resumes_the_run_of_another_one_is_no_second_model(tmp_path):
+    """As if the cell of a notebook was stopped and run again; not if the run's files are gone."""
+    plan, second = planned(), "already trained another model"
+    with pytest.raises(KeyboardInterrupt):
+        plan.fit(
+            model_of(plan), X, Y, directory=tmp_path / "run", callbacks=Interrupt(3), verbose=0
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", second)
+        plan.fit(model_of(plan), X, Y, directory=f"{tmp_path}/./run", verbose=0)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.warns(UserWarning, match=second):
+        plan.fit(model_of(plan), X, Y, directory=tmp_path / "run", verbose=0)
+
+
 class Fails(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         raise OSError("no space left")

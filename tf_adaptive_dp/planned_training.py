@@ -127,6 +127,7 @@ class PlannedTraining:
         self._history: RunHistory | None = None
         self._rows: list[dict[str, Any]] = []  # of the model that came with a copied plan
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
+        self._directory: str | None = None  # of the run of that optimizer
         # By whether the layer inverts. All have the same noise.
         self._normalizations = {
             invert: PlannedNormalization(plan.other_events[-1].noise_multiplier, users, invert)
@@ -287,7 +288,7 @@ class PlannedTraining:
             if run is not None:
                 run.log.require_run_of(model.optimizer)
                 self._keep_normalizations(run, normalizations, model)
-            self._warn_of_second_model(model)
+            self._warn_of_second_model(model, run)
             return self._fit(model, source, run, callbacks, fit_arguments)
         finally:
             # Not before its first step, in which a copy learns what it was trained behind.
@@ -395,6 +396,7 @@ class PlannedTraining:
             validation_data = _with_strings_for_keras(fit_arguments["validation_data"])
             fit_arguments = {**fit_arguments, "validation_data": validation_data}
         self._optimizer, self.model, self._history = model.optimizer, model, history
+        self._directory = _place_of(run)
         try:
             with _explaining_batches(model), short_assertions():
                 of_keras = model.fit(
@@ -562,11 +564,18 @@ class PlannedTraining:
                 f"gradient_accumulation_steps={parts}"
             )
 
-    def _warn_of_second_model(self, model: keras.Model) -> None:
-        """Warns, once, that a model of the plan is not its first."""
+    def _warn_of_second_model(self, model: keras.Model, run: RunDirectory | None) -> None:
+        """Warns, once, that a model of the plan is not its first.
+
+        One that resumes the run of the first in its directory counts what that has released.
+        """
         before = self._optimizer
         if before is None or before is model.optimizer or self._warned_of_second_model:
             return
+        if run is not None and _place_of(run) == self._directory:
+            # Not if the directory was emptied in between.
+            if run.log.num_releases >= before.ledger.num_releases:
+                return
         released = before.ledger.segments
         if released and not Ledger.extends(model.optimizer.ledger.segments, released):
             self._warned_of_second_model = True
@@ -592,6 +601,11 @@ class PlannedTraining:
                 "resumes it; or begin with a new model. Received: directory=None, and an optimizer "
                 f"with {released} releases"
             )
+
+
+def _place_of(run: RunDirectory | None) -> str | None:
+    """The directory of a run, however it was written."""
+    return None if run is None else os.path.realpath(run.path)
 
 
 def _same_batches(size: float | None) -> str:
