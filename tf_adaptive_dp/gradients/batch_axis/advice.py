@@ -67,6 +67,10 @@ _HINGE = (
     "Keras's hinge losses look at all labels of a batch. With labels of -1 and 1, use "
     "`lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)`, squared or not."
 )
+_CTC = (
+    "CTC is not supported, since TensorFlow computes its gradient for the whole batch at once. "
+    "Align the labels with the time steps, and train on the cross-entropy of each."
+)
 
 # They take no axis; `tf.tensordot(x, y, 2)` is one of them.
 _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
@@ -100,6 +104,8 @@ def advice(op: tf.Operation, why: str) -> str:
         return NORMALIZE
     if {"hinge", "squared_hinge"}.intersection(op.name.split("/")):
         return _HINGE
+    if "ctc_loss_dense" in op.name.split("/"):  # of `tf.nn.ctc_loss`, as in `keras.losses.CTC`
+        return _CTC
     if "to the longest" in why:
         return _ONE_LENGTH
     if layer_path(op.name) is not None and not _reads_weights(op):
