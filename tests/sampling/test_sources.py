@@ -220,6 +220,10 @@ def test_a_map_may_use_state_that_no_example_changes():
     for change in maps:
         data = data.map(change)
     refuse_ties(data, batched=False)
+    of_shards = Dataset.range(3).interleave(
+        lambda i: single().shard(3, i).shuffle(9, seed=i).cache().repeat(1)
+    )
+    refuse_ties(of_shards, batched=False)
 
 
 # --- functions that make data sets ----------------------------------------------------------------
@@ -286,6 +290,12 @@ COPYING = {
     "flat_map": lambda: Dataset.range(2).flat_map(
         lambda i: single().map(lambda x, y: (x + tf.cast(i, tf.float32), y))
     ),
+    "interleave of some": lambda: Dataset.range(3).interleave(
+        lambda i: single().shuffle(32, seed=i).take(8)
+    ),
+    "flat_map of any": lambda: Dataset.range(9).flat_map(
+        lambda _: single().skip(tf.cast(any_index(), tf.int64)).take(1)
+    ),
     "flat_map of arrays": lambda: Dataset.range(2).flat_map(
         lambda _: Dataset.from_tensor_slices((X, Y)).shuffle(9)
     ),
@@ -299,6 +309,72 @@ ONCE = {
         lambda x, y: Dataset.from_tensor_slices((tf.stack([x, x[::-1]]), tf.stack([y, y])))
     ),
 }
+
+
+def any_index(size=()):
+    return tf.random.uniform(size, maxval=len(X), dtype=tf.int32)
+
+
+def rows_of(indices):
+    return tf.gather(X, indices), tf.gather(Y, indices)
+
+
+def seeded(i):
+    seed = tf.stack([i, 0])
+    return tf.random.stateless_uniform([], seed, maxval=len(X), dtype=tf.int32)
+
+
+DRAWING = {
+    "of each example": lambda: Dataset.range(32).map(lambda _: rows_of(any_index())).batch(4),
+    "by a seed": lambda: Dataset.range(32).map(lambda i: rows_of(seeded(i))).batch(4),
+    "by the slice": lambda: (
+        Dataset.range(32).map(lambda _: (tf.constant(X)[any_index()], 0)).batch(4)
+    ),
+    "of batches": lambda: Dataset.range(9).map(lambda _: rows_of(any_index([4]))),
+    "by logits": lambda: Dataset.range(9).map(
+        lambda _: rows_of(tf.random.categorical(tf.zeros([1, 32]), 4)[0])
+    ),
+    "by random elements": lambda: (
+        Dataset.random(seed=1).map(lambda r: rows_of(r % 32)).take(32).batch(4)
+    ),
+    "within flat_map": lambda: Dataset.range(9).flat_map(
+        lambda _: Dataset.from_tensor_slices(rows_of(any_index([8]))).batch(4)
+    ),
+}
+DRAWING_ONCE = {
+    "shuffled places": lambda: Dataset.range(32).shuffle(32).map(rows_of).batch(4),
+    "a random table of public numbers": lambda: (
+        Dataset.range(32)
+        .map(lambda i: (tf.gather(X, i) + tf.gather([0.0, 1.0], any_index() % 2), Y[0]))
+        .batch(4)
+    ),
+    "random augmentation": lambda: (
+        single().map(lambda x, y: (x * tf.gather([0.9, 1.1], any_index() % 2), y)).batch(4)
+    ),
+    "subsets of a fixed size": lambda: Dataset.range(9).map(
+        lambda _: rows_of(tf.random.shuffle(tf.range(32))[:4])
+    ),
+    "the largest of random numbers": lambda: Dataset.range(9).map(
+        lambda _: rows_of(tf.math.top_k(tf.random.uniform([32]), 4)[1])
+    ),
+    "a random mask": lambda: Dataset.range(9).map(
+        lambda _: rows_of(tf.where(tf.random.uniform([32]) < 0.2)[:, 0])
+    ),
+    "one of several batches": lambda: Dataset.range(9).map(
+        lambda _: tf.gather(tf.reshape(X, [8, 4, 6]), any_index() % 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", DRAWING)
+def test_a_batch_may_not_be_drawn_by_indices_that_come_again(way):
+    """With replacement, an example is in a batch several times."""
+    assert copies_in_batches(DRAWING[way]()) == ["random indices"]
+
+
+@pytest.mark.parametrize("way", DRAWING_ONCE)
+def test_batches_may_be_drawn_by_indices_that_differ(way):
+    assert not copies_in_batches(DRAWING_ONCE[way]())
 
 
 @pytest.mark.parametrize("way", COPYING)

@@ -64,13 +64,15 @@ def _trace(function: Any) -> tf.data.Dataset | None:
 
 def _reads_element(dataset: tf.data.Dataset) -> bool:
     """Whether a data set, made by a function, is another one for each element."""
-    variant = dataset._variant_tensor
-    if not graphs.is_symbolic(variant):
-        return False  # made outside of the function
-    captured = {inside.op for _, inside in graphs.captures(variant.graph)}
-    return any(
-        op.type == "Placeholder" and op not in captured for op in graphs.ancestors([variant])
-    )
+    return _is_of_element(dataset._variant_tensor)
+
+
+def _is_of_element(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is computed from the arguments of the function that it is in."""
+    if not graphs.is_symbolic(tensor):
+        return False  # made outside of functions
+    captured = {inside.op for _, inside in graphs.captures(tensor.graph)}
+    return any(op.type == "Placeholder" and op not in captured for op in graphs.ancestors([tensor]))
 
 
 def _num_elements(dataset: tf.data.Dataset) -> int:
@@ -403,6 +405,8 @@ def gives_copies(dataset: tf.data.Dataset) -> bool:
     kind, inputs = type(dataset).__name__, _elements_from(dataset)
     if _joins_the_same(dataset) or _gives_same_again(dataset):
         return True
+    if _draws_rows_again(dataset, batched=True):
+        return True
     if "Zip" in kind:
         # One value beside each element is no copy: `map` could have captured it. The windows of
         # `timeseries_dataset_from_array` get their positions this way.
@@ -427,10 +431,83 @@ def _gives_same_again(dataset: tf.data.Dataset) -> str | None:
     kind, made = _kind(dataset), _made_by_function(dataset)
     if made is None or kind == "GroupByWindow" or _num_elements(dataset._inputs()[0]) in (0, 1):
         return None
-    source = _examples(made)
+    source = made
+    while _is_among(source, _LEAVES_EXAMPLES) or _cuts_without_element(source):
+        (source,) = input_datasets(source)
     if _reads_element(source) or any(map(_is_generator, datasets_within(source))):
         return None
     return "flat_map" if kind == "FlatMap" else "interleave"
+
+
+def _cuts_without_element(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set is a part of another one, for all elements of a function the same part."""
+    if not _is_among(dataset, ("Skip", "Take")):
+        return False
+    return not _is_of_element(dataset._count)
+
+
+def _draws_rows_again(dataset: tf.data.Dataset, batched: bool) -> bool:
+    """Whether functions draw examples out of an array at random, so that one may come again.
+
+    It sees random indices of arrays from outside of the functions, in place of elements. It sees no
+    order in them: of what was shuffled or sorted, or picked by a random mask, no row comes twice.
+
+    Args:
+      dataset: whose functions are looked at.
+      batched: whether its elements are put into batches.
+    """
+    within = [d for source in dataset._inputs() for d in datasets_within(source)]
+    ends = [d for d in within if not input_datasets(d)]
+    if not dataset._functions() or not all(_kind(d) in _COUNTERS for d in ends):
+        return False
+    random_elements = any(_kind(d) == "Random" for d in ends)
+    return any(
+        _draws_rows(function.function.graph, random_elements, batched)
+        for function in dataset._functions()
+    )
+
+
+# Data sets that hold no examples.
+_COUNTERS = ("Random", "Range", "Tensor")
+_GATHERS = ("Gather", "GatherNd", "GatherV2")
+# Indices that these return differ from each other.
+_DIFFERENT = ("RandomShuffle", "TopK", "TopKV2", "Where")
+
+
+def _draws_rows(graph: tf.Graph, random_elements: bool, batched: bool) -> bool:
+    """See `_draws_rows_again`, of one function.
+
+    Args:
+      graph: that of the function.
+      random_elements: whether its arguments are random numbers.
+      batched: whether its results are put into batches.
+    """
+    captured = {inside.op for _, inside in graphs.captures(graph)}
+
+    def is_element(op: tf.Operation) -> bool:
+        return op.type == "Placeholder" and op not in captured
+
+    def is_random(op: tf.Operation) -> bool:
+        numbers = "Multinomial" in op.type or ("Random" in op.type and "Shuffle" not in op.type)
+        return numbers or (random_elements and is_element(op))
+
+    def sources(tensor: tf.Tensor) -> list[tf.Operation]:
+        return graphs.ancestors([tensor], stop=lambda t: t.op.type in _DIFFERENT)
+
+    def takes_rows(op: tf.Operation) -> bool:
+        if op.type == "StridedSlice":
+            return batched and bool(op.get_attr("shrink_axis_mask") & 1)
+        # Without an axis, the index picks one of several batches.
+        return op.type in _GATHERS and (batched or op.inputs[1].shape.rank != 0)
+
+    ops = graphs.ancestors(graph.outputs, stop=lambda t: is_random(t.op))
+    if not random_elements and any(map(is_element, ops)):
+        return False
+    for op in filter(takes_rows, ops):
+        is_public = not any(is_element(o) or is_random(o) for o in sources(op.inputs[0]))
+        if is_public and any(map(is_random, sources(op.inputs[1]))):
+            return True
+    return False
 
 
 def _joins_the_same(dataset: tf.data.Dataset) -> str | None:
@@ -478,6 +555,8 @@ def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order:
     again = _gives_same_again(dataset)
     if again is not None and batched is not None:
         found.append(again)
+    if _draws_rows_again(dataset, batched is not None):
+        found.append("random indices")
     if _repeats(dataset) and batched is not None:
         found += [] if in_order and _divides(batched, inputs[0]) else ["repeat"]
     parts = [_copies(d, batched, in_order) for d in inputs]

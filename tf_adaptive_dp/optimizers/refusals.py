@@ -52,6 +52,11 @@ _COPIES = {
         "for several elements. Use each example once: have the function read a part of its own, as "
         "with `shard`.",
     ),
+    "random indices": (
+        "whose functions draw rows of an array by random indices, of which several may be the "
+        "same. Draw with `poisson_batches` or `fixed_size_batches`, or make the data set of the "
+        "array, and shuffle it."
+    ),
     "zip": (
         "with `zip` of a data set and itself in another order, as for MixUp. Use each example "
         "once; `zip` features and labels before you shuffle."
