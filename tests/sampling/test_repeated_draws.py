@@ -590,9 +590,24 @@ def test_optimizers_that_only_inspect_displace_no_batches():
     assert second.optimizer.ledger.checks == [BatchChecks(checked=4, repeated=2, nearest=2)]
 
 
-def numbered(number):
+def numbered(number, is_known=True):
     numbers = tf.constant([number], tf.int64)
-    return draw_numbers.Number(numbers, tf.constant([True]), tf.constant(False))
+    return draw_numbers.Number(numbers, tf.constant([is_known]), tf.constant(False))
+
+
+def test_batches_without_a_number_displace_none():
+    """Batches too small to be told apart would make room for each other, and forget the others."""
+    seen = draw_numbers.SeenDraws(is_remembered=False)
+    one_bucket = [5 + 8192 * k for k in range(16)]
+    for number in one_bucket:
+        seen.add(numbered(number), tf.constant(True))
+    unknown = 5 + 8192 * 16
+    for number in (unknown, unknown, unknown + 8192):
+        draw = seen.add(numbered(number, is_known=False), tf.constant(True))
+        assert not draw.checked and draw.distance == 0
+    for number in one_bucket:
+        draw = seen.add(numbered(number), tf.constant(True))
+        assert draw.checked and draw.distance == 19
 
 
 def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_each_bucket():
