@@ -244,6 +244,28 @@ def test_releases_that_this_process_did_not_see_may_have_come_in_another_order()
     assert "verified to come in their order | 3 of 7 |" in report.model_card(facts)
 
 
+def test_parts_of_batches_that_this_process_saw_do_not_count_as_batches():
+    """Two parts of each of its two batches hid that another process had released two more."""
+    x, _ = numbered(400)
+    sampling = FixedOrder(50, steps=4)
+
+    def resumed(optimizer):
+        model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+        done = optimizer.ledger.num_releases
+        batches = shuffled_batches((x, x), sampling, gradient_accumulation_steps=2)
+        model.fit(batches.skip(2 * done).take(4), shuffle=False, verbose=0)
+        return model.optimizer
+
+    kwargs = dict(learning_rate=0.01, expected_batch_size=50, gradient_accumulation_steps=2)
+    first = resumed(dp.DPSGD(1.0, 4.0, **kwargs))
+    assert sampling.num_in_order(first) == 2 and "proven upper bound" in said(first, sampling)
+    second = resumed(type(first).from_config(first.get_config()))
+    assert second.ledger.num_releases == 4 and second.batches_seen == (4, 0)
+    assert sampling.num_in_order(second) == 2
+    assert "came in its order for 2 of the" in said(second, sampling)
+
+
 def test_a_process_with_two_keys_made_two_orders():
     model, sampling = compiled(16), FixedOrder(16, steps=10)
     assert "proven upper bound" in said(trained(model, sampling, 4, key=KEY), sampling)
