@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -451,6 +452,28 @@ def test_epsilon_spent_refuses_other_arguments():
     model.compile("sgd", "mse")
     with pytest.raises(TypeError, match=r"pass `model.optimizer`\. Received: ledger=<.*Sequential"):
         epsilon_spent(model, N, DELTA)
+
+
+def passes_met(counts, per_pass):
+    """Of how many passes each of several segments has releases; an example is in one of each."""
+    ends = [sum(counts[: k + 1]) for k in range(len(counts))]
+    passes = [{r // per_pass for r in range(end - n, end)} for end, n in zip(ends, counts)]
+    return [len(of_segment) for of_segment in passes]
+
+
+def test_no_example_is_in_more_releases_of_a_segment_than_counted():
+    """A last batch that is smaller may be left out of each pass, or not."""
+    for num_examples, size in ((10, 3), (10, 5), (11, 5), (12, 3), (7, 4)):
+        several = (itertools.product(range(1, 60 // k**2), repeat=k) for k in (2, 3))
+        for counts in itertools.chain(*several):
+            segments = [Segment(1.0 + k, float(size), n) for k, n in enumerate(counts)]
+            found = composition.max_participations(segments, num_examples)
+            for per_pass in {num_examples // size, -(-num_examples // size)}:
+                met = passes_met(counts, per_pass)
+                assert all(of >= m for of, m in zip(found, met)), (num_examples, size, counts)
+    whole = [Segment(1.0, 5.0, 4), Segment(2.0, 5.0, 2), Segment(1.0, 5.0, 1)]
+    assert composition.max_participations(whole, 10) == [2, 1, 1]
+    assert composition.max_participations(whole[::-1], 10) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("nearest", "counted"), [(9, 3), (10, 0), (11, 0)])
