@@ -132,6 +132,8 @@ def test_a_plan_tells_its_optimizer_that_it_normalizes_the_inputs():
     assert not planned().optimizer(dp.ADADP).normalized_inputs
     plan = planned(normalize_inputs=True)
     assert plan.optimizer(dp.ADADP).normalized_inputs
+    assert plan.optimizer(dp.ADADP).num_steps == plan.steps
+    assert plan.optimizer(dp.ADADP, num_steps=5).num_steps == 5
     assert not plan.optimizer(dp.ADADP, normalized_inputs=False).normalized_inputs
     assert not hasattr(plan.optimizer(dp.DPSGD, learning_rate=0.1), "normalized_inputs")
 

@@ -363,7 +363,7 @@ class PrivacyPlan:
     ) -> tf.keras.optimizers.Optimizer:
         """Makes an optimizer with the noise and the batch size of the plan.
 
-        `ADADP` is told whether the plan normalizes the inputs.
+        `ADADP` is told how many steps the plan has, and whether it normalizes the inputs.
 
         Args:
           optimizer_class: `UntunedSGD` or another optimizer class of the library.
@@ -389,6 +389,8 @@ class PrivacyPlan:
             kwargs["l2_norm_clip"] = 1.0
         if self.normalize_inputs and "normalized_inputs" in arguments:
             kwargs.setdefault("normalized_inputs", True)
+        if "num_steps" in arguments:
+            kwargs.setdefault("num_steps", self.steps)
         if not self.noise.is_independent:
             kwargs["noise"] = self.noise
         if self._users is not None:

@@ -231,6 +231,7 @@ def test_setting_a_bad_value_changes_nothing(name):
     [
         (lambda: dp.ADADP(1.0, 1.0, tolerance=0), ValueError, "`tolerance`"),
         (lambda: dp.ADADP(1.0, 1.0, normalized_inputs=1), TypeError, "`normalized_inputs`.*True"),
+        (lambda: dp.ADADP(1.0, 1.0, num_steps=0), ValueError, "`num_steps` must be at least 1"),
         (lambda: dp.ADADP(1.0, 1.0, tolerance_decay=-1), ValueError, "`tolerance_decay`.*-1"),
         (lambda: dp.ADADP(1.0, 1.0, alpha_min=1.2), ValueError, "`alpha_min` must be at most 1"),
         (lambda: dp.ADADP(1.0, 1.0, alpha_max=0.9), ValueError, "`alpha_max`.*at least 1"),

@@ -180,6 +180,25 @@ def test_adadp_starts_at_a_smaller_tolerance_if_inputs_are_normalized(arguments,
     assert float(optimizer.learning_rate) == pytest.approx(0.1 * tolerance / 0.8, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "arguments, tolerance",
+    [
+        ({"normalized_inputs": True}, 1.0),
+        ({"num_steps": 300}, 1.0),
+        ({"normalized_inputs": True, "num_steps": 300}, 2.0),
+        ({"normalized_inputs": True, "num_steps": 300, "tolerance": 1.5}, 1.5),
+    ],
+)
+def test_adadp_starts_at_a_larger_tolerance_in_short_runs_of_large_models(arguments, tolerance):
+    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 2.0, **arguments).get_config())
+    w = tf.Variable(tf.zeros([40_000]))
+    optimizer.build([w])
+    for norm in (0.0, 32.0):  # err = η / 2 · 32 = 1.6
+        g = tf.fill([40_000], norm / 200)
+        optimizer.apply_gradients([(g, w)], non_private_gradients=True)
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 * tolerance / 1.6, rel=1e-5)
+
+
 def test_adadp_decays_weights_once_a_pair():
     def last(weight_decay):
         optimizer = dp.ADADP(1.0, 0.0, learning_rate=0.1, weight_decay=weight_decay)

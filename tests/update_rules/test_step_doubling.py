@@ -215,6 +215,24 @@ def test_the_default_tolerance_for_normalized_inputs(size, sigma, expected):
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "size, num_steps, factor",
+    [
+        (39_999, 100, 1.0),
+        (40_000, 100, 2.6321480),
+        (270_000, 300, 2.0),
+        (1_080_000, 700, 1.6182134),
+        (270_000, 4_800, 1.0),
+        (270_000, 10**6, 1.0),
+    ],
+)
+def test_the_default_tolerance_of_large_networks_is_larger_in_short_runs(size, num_steps, factor):
+    of_long_runs = float(default_tolerance(size, True, 2.0))
+    of_run = float(default_tolerance(size, True, 2.0, num_steps))
+    assert of_run / of_long_runs == pytest.approx(factor, rel=1e-6)
+    assert float(default_tolerance(size, False, 2.0, num_steps)) == float(default_tolerance(size))
+
+
 def test_the_decayed_tolerance_lets_noise_grow_like_a_logarithm():
     steps = np.arange(200_000)
     tolerances = decayed_tolerance(2.0, tf.constant(steps), 0.01).numpy()

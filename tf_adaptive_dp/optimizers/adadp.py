@@ -82,6 +82,9 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
       normalized_inputs: whether the model's inputs have mean 0 and variance 1, or nearly so. Only
         the first tolerance depends on it, and only if `tolerance` is `None`. A `PrivacyPlan` with
         `normalize_inputs=True` sets it for its optimizer.
+      num_steps: T, the minibatches of the whole run, a public number; a `PrivacyPlan` sets it for
+        its optimizer. With `normalized_inputs`, if T < 4,800, the first tolerance of a model of at
+        least 40,000 parameters is (4,800 / T)^¼ times as large, unless `tolerance` is given.
       keep: which point to keep after two minibatches: `"half_steps"`, θ̃ (the supplement), or
         `"euler"`, θ̂ (version 1).
       discard: whether to return to the point before both minibatches if err > tol.
@@ -124,6 +127,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         alpha_max: float = 1.1,
         initial_factor: float = 2.0,
         normalized_inputs: bool = False,
+        num_steps: int | None = None,
         keep: str = "half_steps",
         discard: bool = False,
         freeze_learning_rate_after: int | None = None,
@@ -167,6 +171,9 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
         self._steady_noise = noise
         self.initial_factor = checks.number("initial_factor", initial_factor, 1)
         self.normalized_inputs = checks.boolean("normalized_inputs", normalized_inputs)
+        if num_steps is not None:
+            num_steps = checks.integer("num_steps", num_steps, 1)
+        self.num_steps = num_steps
         if freeze_learning_rate_after is not None:
             freeze_learning_rate_after = checks.integer(
                 "freeze_learning_rate_after", freeze_learning_rate_after, 0
@@ -285,6 +292,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
                 num_parameters,
                 self.normalized_inputs,
                 self._mechanism.sigma() * self._steady_noise.drift_deviation(),
+                self.num_steps,
             )
         return step_doubling.decayed_tolerance(first, self.iterations // 2, self.tolerance_decay)
 
@@ -336,6 +344,7 @@ class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
             "alpha_max": self.alpha_max,
             "initial_factor": self.initial_factor,
             "normalized_inputs": self.normalized_inputs,
+            "num_steps": self.num_steps,
             "keep": self.keep,
             "discard": self.discard,
             "freeze_learning_rate_after": self.freeze_learning_rate_after,

@@ -27,6 +27,8 @@ _WORTH_A_LOOK = 2**14
 _PARAMETERS_OF_PAPER = 270_000
 # From which number of parameters on a tolerance of 1 does better on normalized inputs, too.
 _PARAMETERS_FOR_1 = 40_000
+# The minibatches of runs for which such models do best with 1; see `default_tolerance`.
+_STEPS_FOR_1 = 4_800
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,8 +279,9 @@ def default_tolerance(
     num_parameters: int,
     normalized_inputs: bool = False,
     noise_multiplier: float | tf.Tensor = 0.0,
+    num_steps: int | None = None,
 ) -> tf.Tensor:
-    """min(√d / 50, max(least, √(d / 270,000))): the first tolerance if nothing else is known.
+    """min(√d / 50, max(least, √(d / 270,000)))·f: the first tolerance if nothing else is known.
 
     The paper prints 1, for a network of 270,000 parameters. Where noise dominates, a step moves
     each parameter by about tol/√d. With few parameters a tolerance of 1 would mean large steps, and
@@ -294,17 +297,24 @@ def default_tolerance(
     were chosen on held-out training data (docs/results.md, `adadp_tolerance`), where inputs that
     were not normalized did worse with less than 1.
 
+    At the same ε, a run of fewer steps takes larger batches, whose gradients have less noise. So it
+    may take larger steps, and has to, as it takes fewer of them. From 40,000 parameters on, with
+    normalized inputs, a run of T minibatches gets f = max(1, (4,800 / T)^¼) times as much, which
+    was chosen on held-out data too. The law for small networks has this factor already: at the same
+    ε, σ is in proportion to T^-½, and the root of σ to T^-¼.
+
     Args:
       num_parameters: d.
       normalized_inputs: whether the inputs have mean 0 and variance 1, or nearly so: `least` is
         then min(max(√(σ / 8), (d / 40,000)²), 1), and otherwise 1.
       noise_multiplier: σ; with correlated noise ρσ, see `error_of_sums`.
+      num_steps: T, the minibatches of the whole run; `None` if that is unknown: f is 1 then.
 
     Returns:
       tol, in the units of the parameters: scalar, float32.
 
     Raises:
-      ValueError: if `num_parameters` is below 1.
+      ValueError: if `num_parameters` or `num_steps` is below 1.
 
     >>> [round(float(default_tolerance(d)), 2) for d in (100, 10_000, 270_000, 1_080_000)]
     [0.2, 1.0, 1.0, 2.0]
@@ -312,13 +322,20 @@ def default_tolerance(
     [0.25, 0.5, 1.0]
     >>> [round(float(default_tolerance(d, True, 0.5)), 2) for d in (20_000, 30_000, 40_000)]
     [0.27, 0.56, 1.0]
+    >>> [round(float(default_tolerance(270_000, True, 1, T)), 2) for T in (300, 700, 4_800)]
+    [2.0, 1.62, 1.0]
     """
     root = math.sqrt(checks.integer("num_parameters", num_parameters, 1))
-    least = tf.constant(1.0)
+    least, for_few_steps = tf.constant(1.0), 1.0
+    if num_steps is not None:
+        num_steps = checks.integer("num_steps", num_steps, 1)
+        if normalized_inputs and num_parameters >= _PARAMETERS_FOR_1:
+            for_few_steps = max(1.0, (_STEPS_FOR_1 / num_steps) ** 0.25)
     if normalized_inputs:
         of_noise = tf.sqrt(tf.cast(noise_multiplier, tf.float32) / 8.0)
         least = tf.minimum(tf.maximum(of_noise, (num_parameters / _PARAMETERS_FOR_1) ** 2), 1.0)
-    return tf.minimum(root / 50, tf.maximum(least, root / math.sqrt(_PARAMETERS_OF_PAPER)))
+    of_network = tf.minimum(root / 50, tf.maximum(least, root / math.sqrt(_PARAMETERS_OF_PAPER)))
+    return for_few_steps * of_network
 
 
 def decayed_tolerance(

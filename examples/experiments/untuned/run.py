@@ -341,6 +341,8 @@ def fit(
     if settings.get("normalized") or settings.get("batch_size") == "planned":
         plan = plan_of_same_epsilon(settings, len(train[1]), batch_size)
         noise, others, batch_size = plan.noise_multiplier, plan.other_events, plan.batch_size
+        if settings.get("batch_size") == "planned" and settings["optimizer"] == "ADADP":
+            arguments = {"num_steps": plan.steps, **arguments}
     if settings.get("normalized"):
         arguments = {"normalized_inputs": True, **arguments}
         inputs = train[0]
