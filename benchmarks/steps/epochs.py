@@ -28,14 +28,16 @@ from benchmarks.steps.variants import MODELS, data
 NUM_EXAMPLES = 60_000
 
 
-def trainings(name: str, batch_size: int, steps: int, turns: int) -> dict[str, Callable[[], Any]]:
+def trainings(
+    name: str, batch_size: int, sampling: dp.PoissonSampling, steps: int
+) -> dict[str, Callable[[], Any]]:
     """One function per kind, each of which trains its own model for some steps.
 
     Args:
       name: the model.
       batch_size: that of Keras's batches, and the expected one of ours.
+      sampling: draws our batches, for all turns.
       steps: the steps of a turn.
-      turns: how often a function may be called.
     """
     x, y = data(name, NUM_EXAMPLES)
     make, shape, are_words = MODELS[name]
@@ -48,7 +50,6 @@ def trainings(name: str, batch_size: int, steps: int, turns: int) -> dict[str, C
 
     plain = model(tf.keras.optimizers.SGD(0.01))
     private = model(dp.ADADP(1.0, 1.0, expected_batch_size=float(batch_size)))
-    sampling = dp.PoissonSampling.for_batch_size(batch_size, NUM_EXAMPLES, steps=steps * turns)
     batches = dp.poisson_batches((x, y), sampling)
     how = {"steps_per_epoch": steps, "verbose": 0}
     return {
@@ -59,7 +60,8 @@ def trainings(name: str, batch_size: int, steps: int, turns: int) -> dict[str, C
 
 def compare(name: str, batch_size: int, rounds: int, steps: int) -> list[float]:
     """Prints a row, and returns the ratios of the rounds."""
-    functions = trainings(name, batch_size, steps, rounds + 1)
+    sampling = dp.PoissonSampling.for_batch_size(batch_size, NUM_EXAMPLES, steps * (rounds + 1))
+    functions = trainings(name, batch_size, sampling, steps)
     times: dict[str, list[float]] = {kind: [] for kind in functions}
     for number in range(rounds + 1):
         for kind in sorted(functions, reverse=number % 2 == 0):  # neither is always the first
@@ -69,7 +71,6 @@ def compare(name: str, batch_size: int, rounds: int, steps: int) -> list[float]:
                 times[kind].append(1e3 * (time.process_time() - start) / steps)
     ratios = [b / a for a, b in zip(times["plain"], times["private"])]
     lower, median, upper = quartiles(ratios)
-    sampling = dp.PoissonSampling.for_batch_size(batch_size, NUM_EXAMPLES, steps * (rounds + 1))
     print(
         f"| {name} | {batch_size:,} | {sampling.rows:,} | {statistics.median(times['plain']):.2f} "
         f"| {statistics.median(times['private']):.2f} "

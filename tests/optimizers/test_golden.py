@@ -162,6 +162,17 @@ def test_adadp_keeps_a_finite_learning_rate(gradient, initial_factor, up, down):
     assert float(optimizer.learning_rate) == pytest.approx(0.1 * factor, rel=1e-6)
 
 
+def rate_after_a_pair(arguments, num_parameters, norm):
+    """The rate of a loaded ADADP after a pair of gradients, 0 and one of this norm."""
+    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 2.0, **arguments).get_config())
+    w = tf.Variable(tf.zeros([num_parameters]))
+    optimizer.build([w])
+    for size in (0.0, norm):
+        g = tf.fill([num_parameters], size / num_parameters**0.5)
+        optimizer.apply_gradients([(g, w)], non_private_gradients=True)
+    return float(optimizer.learning_rate)
+
+
 @pytest.mark.parametrize(
     "arguments, tolerance",
     [
@@ -171,13 +182,8 @@ def test_adadp_keeps_a_finite_learning_rate(gradient, initial_factor, up, down):
     ],
 )
 def test_adadp_starts_at_a_smaller_tolerance_if_inputs_are_normalized(arguments, tolerance):
-    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 2.0, **arguments).get_config())
-    w = tf.Variable(tf.zeros([10_000]))
-    optimizer.build([w])
-    for norm in (0.0, 16.0):  # err = η / 2 · 16 = 0.8
-        g = tf.fill([10_000], norm / 100)
-        optimizer.apply_gradients([(g, w)], non_private_gradients=True)
-    assert float(optimizer.learning_rate) == pytest.approx(0.1 * tolerance / 0.8, rel=1e-5)
+    rate = rate_after_a_pair(arguments, num_parameters=10_000, norm=16.0)  # err = η / 2 · 16 = 0.8
+    assert rate == pytest.approx(0.1 * tolerance / 0.8, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +196,8 @@ def test_adadp_starts_at_a_smaller_tolerance_if_inputs_are_normalized(arguments,
     ],
 )
 def test_adadp_starts_at_a_larger_tolerance_in_short_runs_of_large_models(arguments, tolerance):
-    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 2.0, **arguments).get_config())
-    w = tf.Variable(tf.zeros([40_000]))
-    optimizer.build([w])
-    for norm in (0.0, 32.0):  # err = η / 2 · 32 = 1.6
-        g = tf.fill([40_000], norm / 200)
-        optimizer.apply_gradients([(g, w)], non_private_gradients=True)
-    assert float(optimizer.learning_rate) == pytest.approx(0.1 * tolerance / 1.6, rel=1e-5)
+    rate = rate_after_a_pair(arguments, num_parameters=40_000, norm=32.0)  # err = η / 2 · 32 = 1.6
+    assert rate == pytest.approx(0.1 * tolerance / 1.6, rel=1e-5)
 
 
 def test_adadp_decays_weights_once_a_pair():

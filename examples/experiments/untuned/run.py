@@ -337,11 +337,11 @@ def fit(
         *layers_of(settings["data"], settings["inputs"], settings["factor"]),
     ]
     noise, others, arguments = settings["noise_multiplier"], (), settings["arguments"]
-    batch_size = problem.batch_size
-    if settings.get("normalized") or settings.get("batch_size") == "planned":
+    batch_size, is_planned = problem.batch_size, settings.get("batch_size") == "planned"
+    if settings.get("normalized") or is_planned:
         plan = plan_of_same_epsilon(settings, len(train[1]), batch_size)
         noise, others, batch_size = plan.noise_multiplier, plan.other_events, plan.batch_size
-        if settings.get("batch_size") == "planned" and settings["optimizer"] == "ADADP":
+        if is_planned and settings["optimizer"] == "ADADP":
             arguments = {"num_steps": plan.steps, **arguments}
     if settings.get("normalized"):
         arguments = {"normalized_inputs": True, **arguments}
