@@ -8,14 +8,8 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp._keras.datasets import (
-    batches_of_a_pass,
-    copies_in_batches,
-    gives_copies,
-    has_random_order,
-    rearranges_parts,
-    takes_apart,
-)
+from tf_adaptive_dp._keras.datasets import batches_of_a_pass, has_random_order, rearranges_parts
+from tf_adaptive_dp._keras.tied_examples import copies_in_batches, gives_copies, takes_apart
 from tf_adaptive_dp.sampling.sources import is_draw, refuse_ties
 
 Dataset = tf.data.Dataset
@@ -446,5 +440,7 @@ def test_draws_may_not_be_joined(method):
 def test_draws_are_taken_apart_by_some_methods():
     assert takes_apart(drawn().unbatch().map(lambda *e: e), is_draw) == "unbatch"
     assert takes_apart(drawn().window(2), is_draw) == "window"
+    mapped = tf.data.experimental.map_and_batch(lambda *e: e, 2)
+    assert takes_apart(drawn().apply(mapped), is_draw) == "map_and_batch"
     assert takes_apart(drawn().map(lambda *e: e).prefetch(1).take(2), is_draw) is None
     assert takes_apart(single().batch(4).unbatch().batch(3).rebatch(2), is_draw) is None

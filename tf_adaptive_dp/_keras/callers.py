@@ -139,8 +139,7 @@ class RunningFit:
         else:
             of_pass = datasets.batches_of_a_pass(self.dataset)
             if steps is None:
-                with tf.init_scope():  # a step may be traced now
-                    whole = int(self.dataset.cardinality())
+                whole = datasets.num_elements(self.dataset)
                 of_epoch = whole if whole > 0 else of_epoch
         if of_pass is None and steps is None:
             of_pass = of_epoch  # Keras reads the data once in each epoch

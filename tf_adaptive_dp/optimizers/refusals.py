@@ -8,13 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.callers import RunningFit
-from tf_adaptive_dp._keras.datasets import (
-    choices_of_batches,
-    copies_in_batches,
-    rearranges_parts,
-    takes_apart,
-)
+from tf_adaptive_dp._keras.datasets import rearranges_parts
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
+from tf_adaptive_dp._keras.tied_examples import choices_of_batches, copies_in_batches, takes_apart
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError

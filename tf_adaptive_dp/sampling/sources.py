@@ -17,10 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.datasets import (
-    functions_within,
+from tf_adaptive_dp._keras.datasets import functions_within, has_random_order
+from tf_adaptive_dp._keras.tied_examples import (
     gives_copies,
-    has_random_order,
     maps_of_batches,
     ties_between_examples,
 )
