@@ -241,6 +241,14 @@ TIED = {
     "padded_batch of windows": lambda: many_lengths().group_by_window(
         lambda x, y: tf.constant(0, tf.int64), lambda _, window: window.padded_batch(4), 4
     ),
+    "group_by_reducer": lambda: single().apply(
+        tf.data.experimental.group_by_reducer(
+            lambda x, y: tf.cast(y, tf.int64),
+            tf.data.experimental.Reducer(
+                lambda _: tf.zeros([6]), lambda total, e: total + e[0], lambda total: total
+            ),
+        )
+    ),
     "map": lambda: each(single().batch(4).map(lambda x, y: (x - tf.reduce_mean(x, 0), y))),
     "map before interleave": lambda: (
         single()
@@ -250,6 +258,53 @@ TIED = {
         .batch(4)
     ),
 }
+
+
+def large_sum(x, y):
+    return tf.reduce_sum(x) > 0.0
+
+
+CHOSEN_TOGETHER = {
+    "filter": lambda: batches().filter(large_sum).unbatch(),
+    "filter by one row": lambda: batches().filter(lambda x, y: x[0, 0] > 0.0).prefetch(1).unbatch(),
+    "filter within a function": lambda: each(batches().filter(large_sum).unbatch()),
+    "filter before interleave": lambda: (
+        batches().filter(large_sum).interleave(lambda *e: Dataset.from_tensor_slices(e))
+    ),
+    "ignore_errors": lambda: batches().apply(ignore_errors).unbatch(),
+}
+CHOSEN_ALONE = {
+    "filter": lambda: single().filter(large_sum),
+    "filter by size": lambda: (
+        single().batch(5).filter(lambda x, y: tf.shape(x)[0] == 5).map(lambda *e: e).unbatch()
+    ),
+    "filter of examples with many rows": lambda: single().batch(4).filter(large_sum),
+    "filter of rows": lambda: single().flat_map(
+        lambda x, y: Dataset.from_tensors((x, y)).filter(large_sum)
+    ),
+    "filter after unbatch": lambda: batches().unbatch().filter(large_sum),
+}
+
+
+def ignore_errors(data):
+    if hasattr(data, "ignore_errors"):
+        return data.ignore_errors()
+    return tf.data.experimental.ignore_errors()(data)
+
+
+@pytest.mark.parametrize("way", CHOSEN_TOGETHER)
+def test_an_example_may_not_decide_whether_others_are_used(way):
+    """In batches that are taken apart, the filter drops examples for what another one holds."""
+    with pytest.raises(dp.NotPrivateError, match=f"`{way.split(' ')[0]}` of batches that are"):
+        refuse_ties(CHOSEN_TOGETHER[way](), batched=False)
+    with pytest.raises(dp.NotPrivateError, match=f"`{way.split(' ')[0]}` of batches that are"):
+        refuse_ties(CHOSEN_TOGETHER[way]().batch(8), batched=True)
+
+
+@pytest.mark.parametrize("way", CHOSEN_ALONE)
+def test_an_example_may_decide_whether_it_is_used_itself(way):
+    refuse_ties(CHOSEN_ALONE[way](), batched=False)
+    refuse_ties(CHOSEN_ALONE[way]().batch(8), batched=True)
 
 
 @pytest.mark.parametrize("way", TIED)

@@ -326,12 +326,24 @@ def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | 
     return found
 
 
+def choices_before_unbatch(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | None]]:
+    """As `choices_of_batches`, of batches that are taken apart later: examples decide of others."""
+    return [
+        choice
+        for apart in datasets_within(dataset)
+        if kind_of(apart) == "Unbatch" or made_by_function(apart) is not None
+        if _holds_batches(apart._inputs()[0])
+        for choice in choices_of_batches(apart._inputs()[0])
+    ]
+
+
 def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
     """The methods by which what one element holds may change what becomes of others.
 
-    It sees `take_while`, `scan`, `group_by_window` and a `padded_batch` that pads to the longest,
-    in all data sets that this one transforms, but not what happens in Python. What the function of
-    `flat_map` makes of one example are parts of it, which may be tied to each other.
+    It sees `take_while`, `scan`, `group_by_window`, `group_by_reducer` and a `padded_batch` that
+    pads to the longest, in all data sets that this one transforms, but not what happens in Python.
+    What the function of `flat_map` makes of one example are parts of it, which may be tied to each
+    other.
     """
     found, made = [_tie_between_examples(dataset)], made_by_function(dataset)
     for source in input_datasets(dataset):
@@ -366,6 +378,8 @@ def _tie_between_examples(dataset: tf.data.Dataset) -> str | None:
     if kind == "GroupByWindow":
         graph = dataset._key_func.function.graph
         return "group_by_window" if _reads(graph.outputs, graph.inputs, inputs[0]) else None
+    if kind == "GroupByReducer":
+        return "group_by_reducer"
     if kind == "PaddedBatch":
         return "padded_batch" if _pads_to_longest(dataset, inputs[0]) else None
     return None

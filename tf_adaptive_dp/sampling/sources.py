@@ -19,13 +19,14 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.datasets import functions_within, has_random_order
 from tf_adaptive_dp._keras.tied_examples import (
+    choices_before_unbatch,
     gives_copies,
     maps_of_batches,
     ties_between_examples,
 )
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.batch_axis.analysis import mixed_rows
+from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, mixed_rows
 from tf_adaptive_dp.gradients.batch_axis.hidden import state_between
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
@@ -45,6 +46,7 @@ _TIES = {
         "hold decides how many batches there are and which of them share one. Give all examples "
         "one length, with `padded_batch` and its `padded_shapes`."
     ),
+    "group_by_reducer": "which makes one element of several examples. Leave it out.",
     "padded_batch": (
         "which pads all examples to the longest of their batch. Give them one length by "
         "`padded_shapes=`, and cut longer ones with `map`."
@@ -142,6 +144,13 @@ def refuse_ties(dataset: tf.data.Dataset, batched: bool) -> None:
             "No example may change what becomes of the others: clipping bounds only what it adds "
             f"itself. Received: a `tf.data.Dataset` with `{method}`, {_TIES[method]}"
         )
+    for method, result in choices_before_unbatch(dataset):
+        if result is None or comes_from_data(result):
+            raise NotPrivateError(
+                "No example may decide whether others are used: clipping bounds only what it adds "
+                f"itself. Received: a `tf.data.Dataset` with `{method}` of batches that are taken "
+                "apart later. Choose examples before they are batched."
+            )
     writes = state_between(functions_within(dataset, until=is_draw))
     if writes is not None:
         raise NotPrivateError(
