@@ -575,7 +575,8 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
     first.fit(model, X, Y, directory=tmp_path / "first" if kept else None, verbose=0)
     with pytest.raises(dp.BudgetExceededError, match=r"exactly its `epochs`\..*longer") as e:
         first.fit(model, X, Y, verbose=0)
-    shown = f"PrivacyPlan(noise_multiplier={first.noise_multiplier}, batch_size=13, epochs=...)"
+    sigma = first.noise_multiplier
+    shown = f"with `noise_multiplier={sigma}` in place of `epsilon`, `batch_size=13` and more"
     assert shown in str(e.value)
     with pytest.raises(ValueError, match="keep its optimizer.*place of `epsilon`, `batch_size=13`"):
         PrivacyPlan(4.0, **numbers).fit(model, X, Y, verbose=0)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.layers import known_tokens, layers_within
+from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     have_weights_made_outside,
@@ -27,6 +27,7 @@ from tf_adaptive_dp._keras.models import (
 from tf_adaptive_dp._keras.tracebacks import is_filtering, level_of_caller, short_assertions
 from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
+from tf_adaptive_dp.callbacks.common import longer_plan
 from tf_adaptive_dp.callbacks.run_directory import (
     OTHER_EXAMPLES,
     OTHER_USERS,
@@ -44,7 +45,7 @@ from tf_adaptive_dp.normalization import (
     words_of,
 )
 from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
-from tf_adaptive_dp.sampling.datasets import as_dataset, padding_rows
+from tf_adaptive_dp.sampling.datasets import as_dataset, padding_for
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
 from tf_adaptive_dp.sampling.poisson import RandomSizes
@@ -434,7 +435,7 @@ class PlannedTraining:
         key = None
         if run is not None and run.keys is not None:
             key = self._plan.sampling.resumed_key(run.keys.groups)
-        padding = _padding_for(model, source)
+        padding = padding_for(model, source)
         batches = self.batches(source, start, model.optimizer.parts_per_batch, key, padding)
         if not has_own(model, "train_step"):
             have_weights_made_outside(model, batches.element_spec[0])
@@ -466,8 +467,7 @@ class PlannedTraining:
         if optimizer.ledger.num_releases:
             longer = (
                 "To train a model longer, keep its optimizer, whose ledger counts the steps so "
-                f"far, and make the plan with `noise_multiplier={noise_multiplier!r}` in place of "
-                f"`epsilon`, {_same_batches(size)} and more `epochs`. "
+                f"far, and make {longer_plan(noise_multiplier, size)}. "
             )
         if optimizer.ledger.chosen_by_search:
             longer += (
@@ -486,12 +486,11 @@ class PlannedTraining:
         """Raises unless the plan has as many steps as the optimizer has made."""
         released, steps = optimizer.ledger.num_releases, self._plan.steps
         if released > steps:
+            more = f"`epochs` above {released // self._plan.steps_per_epoch}"
+            longer = longer_plan(self._plan.noise_multiplier, self._plan.expected_batch_size, more)
             raise BudgetExceededError(
                 "The plan must cover the steps that the optimizer has made: `epochs` counts "
-                "the earlier ones, too. To train longer, make the plan with "
-                f"`noise_multiplier={self._plan.noise_multiplier!r}` in place of `epsilon`, "
-                f"{_same_batches(self._plan.expected_batch_size)} and "
-                f"`epochs` above {released // self._plan.steps_per_epoch}. If this is a new "
+                f"the earlier ones, too. To train longer, make {longer}. If this is a new "
                 "model, compile it with a new optimizer, `plan.optimizer(...)`. Received: "
                 f"{released} releases, and a plan of {steps} steps"
             )
@@ -608,11 +607,6 @@ def _place_of(run: RunDirectory | None) -> str | None:
     return None if run is None else os.path.realpath(run.path)
 
 
-def _same_batches(size: float | None) -> str:
-    """The argument that a plan needs for batches of an expected size, which it would choose."""
-    return "the same `batch_size`" if size is None else f"`batch_size={round(size)}`"
-
-
 def _require_private(optimizer: Any) -> None:
     """Raises unless an optimizer is one of the library's, and its noise is secret."""
     inside = getattr(optimizer, "inner_optimizer", optimizer)
@@ -723,29 +717,6 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
         )
     for found in findings:
         warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
-
-
-def _padding_for(model: keras.Model, source: Arrays | Records) -> tuple | None:
-    """One row of padding with words that the model knows; `None` if it accepts unknown ones.
-
-    The words are in its vocabularies, which it holds already. No release depends on them, as on
-    anything that padding holds.
-    """
-    tokens, x = known_tokens(model), source.structure[0]
-    parts = tf.nest.flatten(x)
-    if not tokens or len(parts) != len(model.inputs):
-        return None
-    names = sorted(x) if isinstance(x, dict) else None  # in the order of `tf.nest.flatten`
-    rows = padding_rows(source, None)
-    for name, (place, token) in tokens.items():
-        if names is not None and name not in names:
-            continue
-        k = place if names is None else names.index(name)
-        is_text = rows[k].dtype.kind == "O"
-        if is_text == isinstance(token, str):
-            rows[k] = np.full_like(rows[k], token.encode() if is_text else token)
-    of_example = source.structure[:2]
-    return tf.nest.pack_sequence_as(of_example, rows[: len(tf.nest.flatten(of_example))])
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The base class of the callbacks, and checks of an optimizer and its batches that they share."""
+"""The base class of the callbacks, and the checks and advice that they share."""
 
 from __future__ import annotations
 
@@ -194,3 +194,20 @@ class NumExamplesCheck:
                 "has noted the wrong number already, set `optimizer.ledger.fewest_units`, too. "
                 f"Received: num_examples={self._num_examples!r}"
             )
+
+
+def longer_plan(
+    noise_multiplier: float, batch_size: float | None, epochs: str = "more `epochs`"
+) -> str:
+    """The plan that trains a model longer, in the words of a message.
+
+    Its releases must have the parameters of those so far, so neither of these may be chosen anew.
+
+    Args:
+      noise_multiplier: that of the releases so far.
+      batch_size: theirs; `None` if it is unknown.
+      epochs: how many the plan needs.
+    """
+    size = "the same `batch_size`" if batch_size is None else f"`batch_size={round(batch_size)}`"
+    noise = f"`noise_multiplier={noise_multiplier!r}` in place of `epsilon`"
+    return f"a plan with {noise}, {size} and {epochs}"

@@ -16,6 +16,7 @@ from tf_adaptive_dp.callbacks.common import (
     NumExamplesCheck,
     PrivateCallback,
     begin_batches_anew,
+    longer_plan,
     refuse_batch_over_two_passes,
     steps_per_epoch,
 )
@@ -219,14 +220,12 @@ class PrivacyBudget(PrivateCallback):
         covered = ". A plan's budget covers exactly its `epochs`."
         if not self.optimizer.noise.is_independent:
             return f"{covered} With correlated noise, no other plan can continue them."
-        noise_multiplier, size = self.optimizer.next_release()
-        batches = "" if size is None else f"batch_size={round(size)}, "
+        longer = longer_plan(*self.optimizer.next_release())
         return (
-            f"{covered} To train longer, call `fit` of another plan with this model, without "
-            f"compiling it again: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, {batches}"
-            "epochs=...)` without `epsilon`, where `epochs` counts those so far. Its epsilon "
-            "covers all of them. If this is a new model, compile it with a new optimizer, "
-            "`plan.optimizer(...)`: what both models spent adds up."
+            f"{covered} To train longer, make {longer}, which count those so far, and call its "
+            "`fit` with this model, without compiling it again. Its epsilon covers all of them. If "
+            "this is a new model, compile it with a new optimizer, `plan.optimizer(...)`: what "
+            "both models spent adds up."
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:

@@ -17,6 +17,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs
 from tf_adaptive_dp.callbacks.backups import epoch_backup
+from tf_adaptive_dp.callbacks.common import longer_plan
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files, ledger_file
 from tf_adaptive_dp.durable.key_file import KeyFile
@@ -132,11 +133,10 @@ def _to_train_longer(before: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """What to do for more epochs than a run has, if these are asked for."""
     if settings.get("epochs", 0) <= before.get("epochs", 0):
         return ""
+    longer = longer_plan(before["noise_multiplier"], before.get("batch_size"))
     return (
-        " To train its model longer, finish the run, and then make a plan with "
-        f"`noise_multiplier={before.get('noise_multiplier')!r}` in place of `epsilon`, "
-        f"`batch_size={before.get('batch_size')!r}` and more `epochs`, for another directory or "
-        "none; see docs/how-to/resume.md#train-longer."
+        f" To train its model longer, finish the run, and then make {longer}, for another "
+        "directory or none; see docs/how-to/resume.md#train-longer."
     )
 
 

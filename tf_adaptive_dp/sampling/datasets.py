@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.datasets import datasets_within
+from tf_adaptive_dp._keras.layers import known_tokens
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
@@ -513,3 +514,26 @@ def padding_rows(source: Arrays | Records, padding: tuple | None) -> list[np.nda
             )
         rows[i] = leaf.astype(rows[i].dtype)
     return rows
+
+
+def padding_for(model: tf.keras.Model, source: Arrays | Records) -> tuple | None:
+    """One row of padding with words that the model knows; `None` if it accepts unknown ones.
+
+    The words are in its vocabularies, which it holds already. No release depends on them, as on
+    anything that padding holds.
+    """
+    tokens, x = known_tokens(model), source.structure[0]
+    parts = tf.nest.flatten(x)
+    if not tokens or len(parts) != len(model.inputs):
+        return None
+    names = sorted(x) if isinstance(x, dict) else None  # in the order of `tf.nest.flatten`
+    rows = padding_rows(source, None)
+    for name, (place, token) in tokens.items():
+        if names is not None and name not in names:
+            continue
+        k = place if names is None else names.index(name)
+        is_text = rows[k].dtype.kind == "O"
+        if is_text == isinstance(token, str):
+            rows[k] = np.full_like(rows[k], token.encode() if is_text else token)
+    of_example = source.structure[:2]
+    return tf.nest.pack_sequence_as(of_example, rows[: len(tf.nest.flatten(of_example))])
