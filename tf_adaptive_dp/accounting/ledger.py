@@ -1,12 +1,13 @@
-"""The ledger: how many noisy gradients were released, and with which parameters."""
+"""The ledger: how many noisy gradients were released, and with which parameters.
+
+It keeps a record (`releases`), what its numbers mean (`terms`), and what shows that it was set back
+(`watermark`) in variables, which each release changes in the graph.
+"""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import dp_accounting
 import numpy as np
@@ -15,174 +16,40 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.variables import local_copies, value_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
-from tf_adaptive_dp.errors import NotPrivateError
-
-# What an optimizer that was set back has to be told; see `Ledger.require_nothing_lost`.
-_SET_BACK = (
-    "The ledger was set back: it lacks {lost} releases that this process recorded, because an "
-    "earlier state was loaded or assigned. What was released stays released, so epsilon would be "
-    "too small. If all releases were about the same examples, call `optimizer.ledger.restore("
-    "[({noise!r}, {size!r}, {lost}), *optimizer.ledger.segments], [(), "
-    "*optimizer.ledger.checks])`. If the missing ones were about other examples, call "
-    "`optimizer.ledger.restore(optimizer.ledger.segments, optimizer.ledger.checks)`. To load the "
-    "weights of a model alone, leave the optimizer's state out; a `ReleaseLog` before other "
-    "callbacks restores the ledger automatically; and `tuning.HonestTuner` accounts for trials of "
-    "several settings. Received: {left} releases in the ledger, {lost} fewer than there were"
+from tf_adaptive_dp.accounting.releases import (
+    MAX_SEGMENTS,
+    BatchChecks,
+    Releases,
+    Segment,
+    checks_after,
+    joined,
+    segment_for,
 )
+from tf_adaptive_dp.accounting.terms import (
+    Terms,
+    checked_events,
+    digest,
+    gaussian_events,
+    missing_events,
+)
+from tf_adaptive_dp.accounting.watermark import AT_THE_START, Watermark, watermark_after
 
-
-class Segment(NamedTuple):
-    """Consecutive releases with the same parameters.
-
-    The unit of privacy is an example, or a user (`Ledger.examples_per_user`).
-
-    Attributes:
-      noise_multiplier: standard deviation of the noise divided by the L2 sensitivity under
-        adding or removing one unit.
-      batch_size: the expected batch size, a public constant, in units.
-      num_releases: number of noisy gradients released with these parameters.
-    """
-
-    noise_multiplier: float
-    batch_size: float
-    num_releases: int
-
-    def merged(self, other: Segment) -> Segment:
-        """All releases of two segments, each with the worse parameters; `record` merges so, too."""
-        return Segment(
-            min(self.noise_multiplier, other.noise_multiplier),
-            max(self.batch_size, other.batch_size),
-            self.num_releases + other.num_releases,
-        )
-
-
-class BatchChecks(NamedTuple):
-    """What is known about the batches of a segment.
-
-    Attributes:
-      checked: number of releases whose batch was identified, so that a repetition would be noticed.
-      repeated: number of releases on a batch that had been released before, entirely or in part.
-      nearest: the smallest number of releases between two uses of a batch; 0 if no batch was used
-        twice.
-      declared: the optimizer's expected batch size, given or that of the first batch, if others
-        were larger than it allows; the segment then has the size that was seen. Otherwise 0.
-    """
-
-    checked: int = 0
-    repeated: int = 0
-    nearest: int = 0
-    declared: float = 0.0
-
-    def merged(self, other: BatchChecks) -> BatchChecks:
-        """What is known about the batches of two segments that were merged."""
-        return BatchChecks(
-            self.checked + other.checked,
-            self.repeated + other.repeated,
-            min((n for n in (self.nearest, other.nearest) if n), default=0),
-            max(self.declared, other.declared),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Releases:
-    """A fixed record of releases, with the same attributes as a `Ledger`.
-
-    Use it to account for releases that no optimizer recorded, such as planned ones.
-
-    Attributes:
-      segments: releases in order; plain tuples of the fields of `Segment` also work.
-      other_events: `dp_accounting.DpEvent`s spent in addition to the releases.
-      checks: what is known about the batches of each segment. Nothing is known about the batches
-        of segments without an entry.
-      noise: how the noise of a release depends on that of earlier ones.
-      examples_per_user: see `Ledger`.
-      chosen_by_search: see `Ledger`.
-
-    Raises:
-      TypeError: if `other_events` is not a list of events, or another list is none.
-
-    >>> Releases([(2.0, 200.0, 6_000)]).segments
-    [(2.0, 200.0, 6000)]
-    """
-
-    segments: Sequence[Segment | tuple[float, float, int]] = ()
-    other_events: tuple = ()
-    checks: Sequence[BatchChecks] = ()
-    noise: NoiseStrategy = IndependentNoise()
-    examples_per_user: int | None = None
-    chosen_by_search: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "other_events", checked_events(self.other_events))
-        # They are read several times for one ε, and an iterator would be empty from then on.
-        for name in ("segments", "checks"):
-            value = getattr(self, name)
-            if not isinstance(value, Iterable):
-                raise TypeError(f"`{name}` must be a list. Received: {name}={value!r}")
-            if not isinstance(value, (list, tuple)):
-                object.__setattr__(self, name, tuple(value))
-
-
-class Terms(NamedTuple):
-    """What the numbers of a ledger mean, in a form that is saved with them.
-
-    Attributes:
-      examples_per_user: see `Ledger`; 0 if the unit of privacy is an example.
-      noise: the digest of the strategy of the noise; 0 if the noise is independent.
-      other_events: a digest of all `other_events`; 0 if there are none.
-      chosen_by_search: 1 if a search chose the model, see `Ledger`; otherwise 0.
-    """
-
-    examples_per_user: int = 0
-    noise: int = 0
-    other_events: int = 0
-    chosen_by_search: int = 0
-
-
-def digest(events: Sequence[dp_accounting.DpEvent]) -> int:
-    """A number that tells `other_events` apart, whatever their order; 0 if there are none.
-
-    >>> digest([]), digest([dp_accounting.NoOpDpEvent()]) > 0
-    (0, True)
-    """
-    content = "\n".join(sorted(map(_name, events))).encode()
-    found = hashlib.blake2b(content, digest_size=7).digest() if content else b""
-    return int.from_bytes(found, "little")
-
-
-def missing_events(
-    events: Sequence[dp_accounting.DpEvent], among: Sequence[dp_accounting.DpEvent]
-) -> tuple[dp_accounting.DpEvent, ...]:
-    """The events that another list lacks; equal events must occur in it as often.
-
-    >>> noop = dp_accounting.NoOpDpEvent()
-    >>> missing_events([noop, noop], [noop])
-    (NoOpDpEvent(),)
-    """
-    left, missing = collections.Counter(map(_name, among)), []
-    for event in events:
-        if left[_name(event)]:
-            left[_name(event)] -= 1
-        else:
-            missing.append(event)
-    return tuple(missing)
-
-
-def _name(event: dp_accounting.DpEvent) -> str:
-    """A name that equal events share, even if the types of their numbers differ."""
-    if type(event) is dp_accounting.GaussianDpEvent:
-        event = dp_accounting.GaussianDpEvent(float(event.noise_multiplier))
-    return repr(event)
-
-
-def wrong_size(declared: float, seen: float) -> str:
-    """The warning about batches that are larger than expected."""
-    return (
-        f"The batches hold more examples than the expected batch size of {declared:g}, so that "
-        f"ε would be too small: it is computed for {seen:g} rows. Pass the true "
-        "`expected_batch_size` to the optimizer; the noisy sum is divided by it, too. Received: "
-        f"an expected batch size of {declared:g}, batches of {seen:g} rows"
-    )
+__all__ = [
+    "BatchChecks",
+    "Ledger",
+    "Releases",
+    "Segment",
+    "Terms",
+    "checked_events",
+    "digest",
+    "gaussian_events",
+    "has_ledger",
+    "is_chosen_by_search",
+    "joined",
+    "ledger_of",
+    "missing_events",
+    "wrong_size",
+]
 
 
 class Ledger:
@@ -212,7 +79,7 @@ class Ledger:
         as this process knows; see `normalization.payment`.
     """
 
-    MAX_SEGMENTS = 64
+    MAX_SEGMENTS = MAX_SEGMENTS
     MAX_SAVED_EVENTS = 16
 
     def __init__(
@@ -246,8 +113,8 @@ class Ledger:
         )
         self._fewest_units = add_variable([], dtype=tf.int64, name="ledger_fewest_units")
         with tf.init_scope():
-            # Not saved: see `_Watermark`.
-            self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
+            # Not saved: see `Watermark`.
+            self._watermark = tf.Variable(AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
         self.batches: Any = None
         self.statistics: dict[int, dp_accounting.DpEvent] = {}
@@ -366,9 +233,9 @@ class Ledger:
     def _own_terms(self, loaded: Terms) -> Terms:
         """`terms`; all that a state which was loaded can change in them is to add the mark."""
         self._chosen_by_search |= bool(loaded.chosen_by_search)
-        noise = 0 if self._noise.is_independent else self._noise.digest()
-        events, chosen = digest(self._other_events), int(self._chosen_by_search)
-        return Terms(self._examples_per_user or 0, noise, events, chosen)
+        return Terms.of(
+            self._examples_per_user, self._noise, self._other_events, self._chosen_by_search
+        )
 
     def _loaded_terms(self) -> Terms:
         with tf.init_scope():
@@ -378,8 +245,7 @@ class Ledger:
     def num_lost(self) -> int:
         """How many releases that this process recorded are missing, because it was set back."""
         with tf.init_scope():
-            watermark = self._read_watermark()
-            return int(watermark.lost + max(watermark.following - self.num_releases, 0))
+            return self._read_watermark().num_lost(self.num_releases)
 
     @property
     def num_recorded_here(self) -> int:
@@ -387,8 +253,8 @@ class Ledger:
         with tf.init_scope():
             return int(self._read_watermark().recorded)
 
-    def _read_watermark(self) -> _Watermark:
-        return _Watermark(*value_of(local_copies(self._watermark)[0]).tolist())
+    def _read_watermark(self) -> Watermark:
+        return Watermark(*value_of(local_copies(self._watermark)[0]).tolist())
 
     def require_nothing_lost(self) -> None:
         """Raises if the ledger was set back and now lacks releases that this process recorded.
@@ -396,12 +262,8 @@ class Ledger:
         Raises:
           NotPrivateError: until `restore` says what counts.
         """
-        lost = self.num_lost
-        if lost:
-            with tf.init_scope():
-                left, watermark = self.num_releases, self._read_watermark()
-            noise, size = watermark.least_noise, watermark.largest_size
-            raise NotPrivateError(_SET_BACK.format(lost=lost, noise=noise, size=size, left=left))
+        with tf.init_scope():
+            self._read_watermark().require_nothing_lost(self.num_releases)
 
     def require_own_terms(self) -> None:
         """Takes over the events of a state that was loaded; raises if the state does not fit.
@@ -483,17 +345,17 @@ class Ledger:
         counts, declared = self._counts.read_value(), tf.cast(batch_size, tf.float64)
         seen = tf.maximum(declared, tf.cast(size_seen, tf.float64))
         noise_multiplier = tf.cast(noise_multiplier, tf.float64)
-        index, row, seen = self._segment_for(
+        index, row, seen = segment_for(
             noise_multiplier, declared, seen, parameters, checks_before, counts
         )
         here = tf.equal(tf.range(self.MAX_SEGMENTS, dtype=tf.int64), index)
-        checks_now = _added(
+        checks_now = checks_after(
             *(tf.gather(checks_before, index), checked, distance),
             tf.where(seen > declared, declared, tf.zeros_like(declared)),
         )
         rows = here[:, tf.newaxis]
         parameters_now = tf.where(rows, row, parameters)
-        watermark = _advanced(self._watermark.read_value(), counts, parameters_now)
+        watermark = watermark_after(self._watermark.read_value(), counts, parameters_now)
         written = [
             self._parameters.assign(parameters_now),
             self._checks.assign(tf.where(rows, checks_now, checks_before)),
@@ -501,34 +363,6 @@ class Ledger:
         ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
-
-    def _segment_for(
-        self,
-        noise_multiplier: tf.Tensor,
-        declared: tf.Tensor,
-        seen: tf.Tensor,
-        parameters: tf.Tensor,
-        checks_before: tf.Tensor,
-        counts: tf.Tensor,
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The segment that a release belongs to: its number, its parameters, and the size seen.
-
-        It is the last one, if that has the same parameters or there is no room for another. The
-        batch size is the larger one of an earlier batch, if that was too large for the same
-        `declared` size.
-        """
-        used = tf.math.count_nonzero(counts)
-        last = tf.maximum(used - 1, 0)
-        last_noise, last_size = tf.unstack(tf.gather(parameters, last))
-        *_, declared_before = tf.unstack(tf.gather(checks_before, last))
-        any_before = used > 0
-        wrong_before = any_before & tf.equal(declared_before, declared)
-        seen = tf.where(wrong_before, tf.maximum(seen, last_size), seen)
-        same = any_before & tf.equal(last_noise, noise_multiplier) & tf.equal(last_size, seen)
-        full = ~same & tf.equal(used, self.MAX_SEGMENTS)
-        noise = tf.where(full, tf.minimum(last_noise, noise_multiplier), noise_multiplier)
-        size = tf.where(full, tf.maximum(last_size, seen), seen)
-        return tf.where(same | full, last, used), tf.stack([noise, size]), seen
 
     def count(self) -> tf.Tensor:
         """The number of releases so far, an int64 scalar, in a graph too."""
@@ -604,8 +438,9 @@ class Ledger:
         if counts.any():  # a state that was loaded may know of fewer releases
             self.lower_units(self._fewest_noted)
         recorded = float(self.num_recorded_here)
-        at_the_start = _AT_THE_START._replace(following=float(counts.sum()), recorded=recorded)
-        self._watermark.assign(at_the_start)
+        self._watermark.assign(
+            AT_THE_START._replace(following=float(counts.sum()), recorded=recorded)
+        )
         self.restorations += 1
 
     @classmethod
@@ -650,29 +485,6 @@ class Ledger:
         return int(value_of(self._counts).sum())
 
 
-def joined(
-    segments: Sequence[Segment],
-    checks_of: Sequence[BatchChecks],
-    at_most: int = Ledger.MAX_SEGMENTS,
-) -> tuple[list[Segment], list[BatchChecks]]:
-    """As many segments as there is room for: the last ones become one of the worst of all.
-
-    Args:
-      segments: a value of `Ledger.segments`.
-      checks_of: a value of `Ledger.checks`.
-      at_most: how many segments there may be, at least 1.
-
-    >>> joined([Segment(2.0, 10.0, 3), Segment(1.0, 5.0, 1)], [BatchChecks()] * 2, at_most=1)[0]
-    [Segment(noise_multiplier=1.0, batch_size=10.0, num_releases=4)]
-    """
-    kept, known = list(segments[:at_most]), list(checks_of[:at_most])
-    for segment in segments[at_most:]:
-        kept[-1] = kept[-1].merged(segment)
-    for of_segment in checks_of[at_most:]:
-        known[-1] = known[-1].merged(of_segment)
-    return kept, known
-
-
 def has_ledger(optimizer: Any) -> bool:
     """Whether an optimizer, or a class of them, counts what it releases: it is one of ours."""
     return hasattr(optimizer, "ledger")
@@ -692,91 +504,11 @@ def is_chosen_by_search(ledger: Any) -> bool:
     return getattr(ledger_of(ledger), "chosen_by_search", False)
 
 
-def checked_events(events: Any) -> tuple[dp_accounting.DpEvent, ...]:
-    """The events of an argument `other_events`.
-
-    Args:
-      events: what the caller passed.
-
-    Raises:
-      TypeError: if it is not a list of events.
-    """
-    is_list = isinstance(events, Iterable) and not isinstance(events, str)
-    found = tuple(events) if is_list else ()
-    if not is_list or not all(isinstance(event, dp_accounting.DpEvent) for event in found):
-        raise TypeError(
-            "`other_events` must be a list of `dp_accounting.DpEvent`s, such as "
-            f"`[dp_accounting.GaussianDpEvent(2.0)]`. Received: other_events={events!r}"
-        )
-    return found
-
-
-def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.DpEvent, ...]:
-    """The events of a saved ledger.
-
-    Args:
-      noise_multipliers: see `Ledger.other_events`; 0 stands for none.
-    """
-    return tuple(dp_accounting.GaussianDpEvent(float(n)) for n in noise_multipliers if n > 0)
-
-
-class _Watermark(NamedTuple):
-    """What shows that a ledger was set back.
-
-    Attributes:
-      following: the number of releases that the ledger had after it recorded the last one.
-      lost: how many were missing when later ones were recorded.
-      least_noise: the smallest noise multiplier that the ledger held.
-      largest_size: the largest batch size that it held.
-      recorded: how many releases it recorded.
-    """
-
-    following: float
-    lost: float
-    least_noise: float
-    largest_size: float
-    recorded: float
-
-
-_AT_THE_START = _Watermark(0.0, 0.0, float("inf"), 0.0, 0.0)
-
-
-def _advanced(watermark: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) -> tf.Tensor:
-    """The `_Watermark` after one more release.
-
-    Args:
-      watermark: float64 vector, the one before.
-      counts: [MAX_SEGMENTS], before the release.
-      parameters: [MAX_SEGMENTS, 2], after it; zeros where there are no releases.
-    """
-    following, lost, least_noise, largest_size, recorded = tf.unstack(watermark)
-    before = tf.cast(tf.reduce_sum(counts), tf.float64)
-    noise, sizes = tf.unstack(parameters, axis=1)
-    noise = tf.where(sizes > 0, noise, tf.constant(np.inf, tf.float64))
-    return tf.stack(
-        [
-            before + 1,
-            lost + tf.maximum(following - before, 0),
-            tf.minimum(least_noise, tf.reduce_min(noise)),
-            tf.maximum(largest_size, tf.reduce_max(sizes)),
-            recorded + 1,
-        ]
-    )
-
-
-def _added(
-    row: tf.Tensor, checked: tf.Tensor, distance: tf.Tensor, declared: tf.Tensor
-) -> tf.Tensor:
-    """The `BatchChecks` of a segment, a float64 vector, after one more release."""
-    distance = tf.cast(distance, tf.float64)
-    again = distance > 0
-    known, repeated, nearest, declared_before = tf.unstack(row)
-    nearer = again & (tf.equal(nearest, 0) | (distance < nearest))
-    return tf.stack(
-        [
-            known + tf.cast(checked, tf.float64),
-            repeated + tf.cast(again, tf.float64),
-            tf.where(nearer, distance, nearest),
-            tf.maximum(declared_before, declared),
-        ]
+def wrong_size(declared: float, seen: float) -> str:
+    """The warning about batches that are larger than expected."""
+    return (
+        f"The batches hold more examples than the expected batch size of {declared:g}, so that "
+        f"ε would be too small: it is computed for {seen:g} rows. Pass the true "
+        "`expected_batch_size` to the optimizer; the noisy sum is divided by it, too. Received: "
+        f"an expected batch size of {declared:g}, batches of {seen:g} rows"
     )
