@@ -132,19 +132,28 @@ class RunningFit:
         Returns:
           `None` within one pass, or if the number is unknown.
         """
-        steps = self._variables["steps_per_epoch"]
-        of_epoch = (getattr(self.callbacks, "params", None) or {}).get("steps")
+        of_pass, of_epoch = self._batches_of_pass(), self._batches_of_epoch()
+        if not of_pass or not of_epoch or of_epoch * self.num_epochs <= of_pass:
+            return None
+        return of_pass
+
+    def _batches_of_pass(self) -> int | None:
+        """How many batches a pass over the data has; `None` if that is unknown."""
         if self.dataset is None:
             of_pass = _number_in(self._variables)
         else:
             of_pass = datasets.batches_of_a_pass(self.dataset)
-            if steps is None:
-                whole = datasets.num_elements(self.dataset)
-                of_epoch = whole if whole > 0 else of_epoch
-        if of_pass is None and steps is None:
-            of_pass = of_epoch  # Keras reads the data once in each epoch
-        drawn = steps or of_epoch
-        return of_pass if of_pass and drawn and drawn * self.num_epochs > of_pass else None
+        if of_pass is None and self._variables["steps_per_epoch"] is None:
+            return self._batches_of_epoch()  # Keras reads the data once in each epoch
+        return of_pass
+
+    def _batches_of_epoch(self) -> int | None:
+        """How many batches an epoch has; `None` if that is unknown."""
+        if self._variables["steps_per_epoch"]:
+            return self._variables["steps_per_epoch"]
+        number = -1 if self.dataset is None else datasets.num_elements(self.dataset)
+        told = getattr(self.callbacks, "params", None) or {}
+        return number if number > 0 else told.get("steps")
 
     def sizes_of_batches(self) -> tuple[int, int | None] | None:
         """The size of the batches, and that of the last one if it differs.
@@ -211,13 +220,7 @@ class RunningFit:
           `class_weight` if there are no others. `None` for data that are not dense arrays, or
           batches of their rows in a `tf.data.Dataset` that changes nothing.
         """
-        x, y, weights = (self._variables.get(name) for name in ("x", "y", "sample_weight"))
-        if self.dataset is not None:
-            given = datasets.unchanged_arrays_of(self.dataset)
-            given = given if isinstance(given, tuple) else (given,)
-            if len(given) > 3:
-                return None
-            x, y, weights = (*given, None, None)[:3]
+        x, y, weights = self._given_arrays()
         parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
         if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
             return None  # sparse and ragged ones among them
@@ -230,6 +233,14 @@ class RunningFit:
         if weights is None and self._variables.get("class_weight"):
             weights = np.array(list(self._variables["class_weight"].values()))
         return x, y, weights
+
+    def _given_arrays(self) -> tuple:
+        """(x, y, weights) as they were given, or as a data set was made of them; else `None`s."""
+        if self.dataset is None:
+            return tuple(self._variables.get(name) for name in ("x", "y", "sample_weight"))
+        given = datasets.unchanged_arrays_of(self.dataset)
+        given = given if isinstance(given, tuple) else (given,)
+        return (None, None, None) if len(given) > 3 else (*given, None, None)[:3]
 
 
 def running_fit(
@@ -248,23 +259,29 @@ def running_fit(
     return None
 
 
+def _adapter_in(variables: Mapping[str, Any]) -> Any:
+    """What Keras reads the data of a `fit` by; `None` before it has made that."""
+    if GENERATION == 3:
+        return getattr(variables.get("epoch_iterator"), "data_adapter", None)
+    return getattr(variables.get("data_handler"), "_adapter", None)
+
+
 def _number_in(variables: Mapping[str, Any]) -> int | None:
     """How many batches Keras makes of the data of a `fit` in one pass; `None` if it is unknown."""
+    data = _adapter_in(variables)
     if GENERATION == 3:
-        data = getattr(variables.get("epoch_iterator"), "data_adapter", None)
         return getattr(data, "num_batches", None)
-    data = getattr(variables.get("data_handler"), "_adapter", None)
     return None if data is None else data.get_size()
 
 
 def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The sizes of the batches that Keras makes of arrays, and of the last one, if it differs."""
+    data = _adapter_in(variables)
     if GENERATION == 3:
-        data = getattr(variables.get("epoch_iterator"), "data_adapter", None)
         if not isinstance(data, internal_module("trainers.data_adapters").ArrayDataAdapter):
             return None
         size, last, num_batches = data.batch_size, data.partial_batch_size, data.num_batches
     else:
-        data = getattr(variables.get("data_handler"), "_adapter", None)
         if data is None or not data.has_partial_batch():
             return None
         size, last, num_batches = data.batch_size(), data.partial_batch_size(), data.get_size()

@@ -334,41 +334,69 @@ class GaussianMechanism:
         arrived: _Arrived,
         places: Sequence[int],
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
+        """Adds one part of a batch, and releases the batch after its last part.
+
+        Returns:
+          Whether this was the last part; and the noisy means, or zeros if parts are missing.
+        """
         # In units of C, since C may be set anew before the batch is complete.
         unit = tf.cast(clip, tf.float32)
+        in_units = part._replace(sums=[s / unit for s in part.sums])
+        draw, complete, totals = self._add_part(accumulator, in_units, arrived, places)
+
+        def release() -> list[tf.Tensor]:
+            whole = totals._replace(sums=[s * unit for s in totals.sums])
+            return self._release_parts(whole, draw, clip, arrived)
+
+        def wait() -> list[tf.Tensor]:
+            of_gradients = part.sums if self.histograms is None else part.sums[:-1]
+            return [tf.zeros_like(s) for s in of_gradients]
+
+        return complete, tf.cond(complete, release, wait)
+
+    def _add_part(
+        self, accumulator: Accumulator, part: _Sums, arrived: _Arrived, places: Sequence[int]
+    ) -> tuple[Draw, tf.Tensor, _Sums]:
+        """Adds a part to those of its batch that arrived before.
+
+        Returns:
+          What the parts so far show of the batch, whether they are all of it, and their sums.
+        """
 
         def add() -> list[tf.Tensor]:
             checked = self._check_order(arrived.order)
             # A part that was drawn for another step fails here; under XLA it marks its batch.
-            units = part._replace(
-                sums=[s / unit for s in part.sums],
+            marked = part._replace(
                 out_of_order=tf.cast(~checked.in_order, tf.float32),
                 order_unknown=tf.cast(~checked.shown, tf.float32),
             )
             with tf.control_dependencies(self._remember(arrived, checked)):
-                totals, complete = accumulator.add(units.flat(), places)
+                totals, complete = accumulator.add(marked.flat(), places)
                 return [*self.seen.add(arrived.number, complete), complete, *totals]
 
         made = self._turns.take(add)
         num = len(Draw._fields)
-        draw, complete, batch = Draw(*made[:num]), made[num], part.like(made[num + 1 :])
+        return Draw(*made[:num]), made[num], part.like(made[num + 1 :])
 
-        def release() -> list[tf.Tensor]:
-            whole = batch._replace(sums=[s * unit for s in batch.sums])
+    def _release_parts(
+        self, batch: _Sums, draw: Draw, clip: tf.Tensor, arrived: _Arrived
+    ) -> list[tf.Tensor]:
+        """Releases a batch whose last part has arrived.
 
-            def record() -> list[tf.Tensor]:
-                order = self._check_order(None)
-                order = order.with_parts(batch.out_of_order, batch.order_unknown)
-                with tf.control_dependencies(self._remember(arrived, order)):
-                    return self._record(whole, arrived.size, draw, order).flat()
+        Args:
+          batch: the sums over all parts.
+          draw: what the parts show of the batch.
+          clip: C.
+          arrived: the last part.
+        """
 
-            return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
+        def record() -> list[tf.Tensor]:
+            order = self._check_order(None)  # of the noise; each part was checked as it arrived
+            order = order.with_parts(batch.out_of_order, batch.order_unknown)
+            with tf.control_dependencies(self._remember(arrived, order)):
+                return self._record(batch, arrived.size, draw, order).flat()
 
-        of_gradients = part.sums if self.histograms is None else part.sums[:-1]
-        return complete, tf.cond(
-            complete, release, lambda: [tf.zeros_like(s) for s in of_gradients]
-        )
+        return self._add_noise(batch, clip, _Recorded.of(self._turns.take(record)))
 
     def _record(self, batch: _Sums, size: tf.Tensor, draw: Draw, order: OrderCheck) -> _Recorded:
         """Records a release in the ledger. Call it when its turn comes, after all checks.
