@@ -23,8 +23,10 @@ VERSION_BOUND = {
 }
 # Keras calls these; to define one is to override it.
 HOOKS = {"_apply_weight_decay", "_internal_apply_gradients"}
-# Marks that the mechanism puts on tensors.
-MARKS = {"_released_by_mechanism", "_vouched_for"}
+# Marks that ours put on tensors and graphs.
+MARKS = {"_optimizers_of_losses", "_released_by_mechanism", "_vouched_for"}
+# Functions whose second argument names an attribute.
+NAMING = ("getattr", "hasattr", "setattr")
 # Of named tuples and `os`, where an underscore does not mean private.
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
 # Of other libraries, each in the one module that subclasses their class.
@@ -62,6 +64,10 @@ def defined(nodes):
 OWN = {name for path in OUTSIDE for name in defined(parsed(path))}
 
 
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
 def leaks(path):
     own = OWN | MARKS | PUBLIC | SUBCLASSED.get(str(path.relative_to(ROOT)), set())
     for node in parsed(path):
@@ -73,9 +79,12 @@ def leaks(path):
             yield node.name
         elif isinstance(node, ast.Constant) and node.value in VERSION_BOUND:
             yield node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in NAMING:
+            names = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            yield from (n for n in names if is_private(n) and n not in own)
         elif isinstance(node, ast.Attribute):
-            private = node.attr.startswith("_") and not node.attr.endswith("__")
-            if node.attr in VERSION_BOUND or (private and node.attr not in own):
+            foreign = is_private(node.attr) and node.attr not in own
+            if node.attr in VERSION_BOUND or foreign:
                 yield ast.unparse(node)
 
 
@@ -105,6 +114,6 @@ def test_base_classes_of_other_libraries_still_use_the_names_that_ours_replace(l
 def test_the_search_finds_what_it_looks_for():
     seam = ROOT / "tf_adaptive_dp" / "_keras"
     found = {name for path in seam.glob("*.py") for name in leaks(path)}
-    assert {"_internal_apply_gradients", "optimizer._var_key"} <= found
+    assert {"_internal_apply_gradients", "optimizer._var_key", "_original_dataset"} <= found
     assert any(name.startswith("tensorflow.python.") for name in found)
     assert any(name.endswith(".LossScaleOptimizer") for name in found)
