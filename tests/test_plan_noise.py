@@ -33,6 +33,7 @@ from tf_adaptive_dp.durable.key_file import KeyFile
 from tf_adaptive_dp.mechanism import draw_numbers
 from tf_adaptive_dp.mechanism.correlated_noise import _recurrence
 from tf_adaptive_dp.mechanism.noise import normal_numbers
+from tf_adaptive_dp.plan_refusals import check_optimizer
 from tf_adaptive_dp.sampling import CyclicPoissonSampling, FixedOrder, draws
 from tf_adaptive_dp.wording import format_epsilon
 
@@ -323,7 +324,7 @@ def test_a_plan_has_the_sampling_and_the_noise_of_its_bands():
         plan.optimizer(dp.DPSGD, noise=BandedNoise(2))
     other = dp.DPSGD(1.0, 1.0, expected_batch_size=plan.expected_batch_size)
     with pytest.raises(ValueError, match="noise strategy of the plan"):
-        plan._training.check_optimizer(other)
+        check_optimizer(plan, other)
     assert all(offer.signal_to_noise > 0 for offer in plan.recommend([B], epochs=[2]))
 
 
@@ -482,7 +483,7 @@ def test_an_optimizer_with_other_trees_or_rules_is_not_one_of_the_plan():
             plan.optimizer(make)
     other = plan_of(noise=TreeNoise(8)).optimizer(dp.DPSGD)
     with pytest.raises(ValueError, match="noise strategy of the plan"):
-        plan._training.check_optimizer(other)
+        check_optimizer(plan, other)
     poisson = dp.PoissonSampling.for_batch_size(B, N, PASS)
     with pytest.raises(ValueError, match="noise of these releases is correlated"):
         poisson.epsilon_spent(dp.accounting.Releases([(1.0, B, 1)], noise=plan.noise), N, 1e-3)

@@ -42,6 +42,7 @@ RANKS = [
     {"validation"},
     {"auditing", "optimizers", "statement"},
     {"callbacks", "report"},
+    {"plan_refusals"},
     {"planned_training"},
     {"plan", "tuning"},
 ]

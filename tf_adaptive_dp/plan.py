@@ -21,6 +21,7 @@ from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseSt
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.normalization import PrivateNormalization
+from tf_adaptive_dp.plan_refusals import check_optimizer
 from tf_adaptive_dp.planned_training import PlannedTraining
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
@@ -403,7 +404,7 @@ class PrivacyPlan:
         if not missing_events(made.ledger.other_events, among=self.other_events):
             # The budget pays for all of them, whatever released them.
             made.ledger.other_events = self.other_events
-        self._training.check_optimizer(made)
+        check_optimizer(self, made)
         self._training.note_optimizer(made)
         if made.batches_to_measure > self.steps / 4:
             warnings.warn(

@@ -1,21 +1,17 @@
-"""The training of models by a plan: what is refused, what resumes, and what was trained last."""
+"""The training of models by a plan: how it begins and resumes, and what was trained last."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import (
@@ -24,10 +20,8 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
-from tf_adaptive_dp._keras.tracebacks import is_filtering, level_of_caller, short_assertions
-from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, missing_events
-from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
-from tf_adaptive_dp.callbacks.common import longer_plan
+from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_assertions
+from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger
 from tf_adaptive_dp.callbacks.run_directory import (
     OTHER_EXAMPLES,
     OTHER_USERS,
@@ -35,77 +29,45 @@ from tf_adaptive_dp.callbacks.run_directory import (
     RunDirectory,
     RunHistory,
 )
-from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.normalization import (
     PlannedNormalization,
     PrivateNormalization,
     first_unpaid,
     normalizations_in,
-    some_of,
     words_of,
 )
-from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
+from tf_adaptive_dp.plan_refusals import (
+    PrivacyPlanLike,
+    check_optimizer,
+    check_steps_per_call,
+    examples_of,
+    explaining_batches,
+    refuse_missing_targets,
+    refuse_second_order,
+    require_finite_weights,
+    warn_of_values,
+    with_strings_for_keras,
+)
 from tf_adaptive_dp.sampling.datasets import as_dataset, padding_for
-from tf_adaptive_dp.sampling.draws import check_unit
-from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
 from tf_adaptive_dp.sampling.poisson import RandomSizes
 from tf_adaptive_dp.sampling.sources import (
     SINGLE_EXAMPLES,
     Arrays,
     Records,
-    are_finite,
     fingerprint,
     open_source,
     refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
-from tf_adaptive_dp.validation.layer_findings import has_own, named_layers, needs_targets
-from tf_adaptive_dp.validation.unit_findings import small_weight_findings, unit_findings
+from tf_adaptive_dp.validation.layer_findings import has_own
 
-# What Python, Keras and TensorFlow say if a step takes a batch of three parts for one of others.
-_OF_TUPLES = (
-    "too many values to unpack",
-    "but it received 3 input tensors",
-    "Inputs to a layer should be tensors",
-    "'tuple' object has no attribute",
-    "(<class 'NoneType'>)",
-    "None values not supported",
-)
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
     "what all of it has cost. If `HonestTuner` trained it, its `privacy_statement()` can, and no "
     "ledger. Otherwise `privacy_statement(model.optimizer, num_examples, delta)` can; pass "
     "`sampling=plan.sampling` if it was trained on `plan.batches` only."
 )
-
-
-class PrivacyPlanLike(Protocol):
-    """What training needs of a `PrivacyPlan`, where all of it is described."""
-
-    num_examples: int
-    epochs: int
-    steps: int
-    steps_per_epoch: int
-    noise_multiplier: float
-    noise: NoiseStrategy
-    sampling: SamplingOfPlan
-    other_events: tuple[dp_accounting.DpEvent, ...]
-    normalize_inputs: bool
-    normalize_targets: bool
-
-    @property
-    def expected_batch_size(self) -> float:
-        """See `PrivacyPlan`."""
-
-    def callbacks(self, log_dir: str | None) -> list[keras.callbacks.Callback]:
-        """See `PrivacyPlan`."""
-
-    def limit_for(self, optimizer: Any) -> float:
-        """See `PrivacyPlan`."""
-
-    def report(self, path: str) -> None:
-        """See `PrivacyPlan`."""
 
 
 class PlannedTraining:
@@ -232,7 +194,7 @@ class PlannedTraining:
         """The examples in memory, or with random access; see `PrivacyPlan.batches`."""
         if self._users is not None:
             refuse_shuffled(x)
-        source = open_source(_examples(x, y, sample_weight), None, name="x")
+        source = open_source(examples_of(x, y, sample_weight), None, name="x")
         self._check_num_examples(len(source), isinstance(x, tf.data.Dataset))
         return source
 
@@ -278,11 +240,11 @@ class PlannedTraining:
         """
         normalizations = self._check_model(model, data[0])
         if directory is None:
-            self._refuse_second_order(model.optimizer)
+            refuse_second_order(self._plan, model.optimizer)
         source = self.source(*data)
         if len(source.structure) == 1:
-            _refuse_missing_targets(model)
-        _warn_of_values(model, source)
+            refuse_missing_targets(model)
+        warn_of_values(model, source)
         run = None if directory is None else self._open_run(directory, settings, model, source)
         recorded = model.optimizer.ledger.num_recorded_here
         try:
@@ -306,7 +268,7 @@ class PlannedTraining:
           See `_check_normalization`.
         """
         optimizer = getattr(model, "optimizer", None)
-        self.check_optimizer(optimizer)
+        check_optimizer(self._plan, optimizer)
         information = getattr(optimizer, "side_information", None)
         if isinstance(information, PublicGradients):
             information.refuse_private_data(x)
@@ -315,9 +277,9 @@ class PlannedTraining:
                 "The model has no trainable variables. Set `trainable = True` on the layers to "
                 f"train. Received: model={model.name!r}"
             )
-        _require_finite_weights(model)
+        require_finite_weights(model)
         normalizations = self._check_normalization(model)
-        self._check_steps_per_call(model)
+        check_steps_per_call(self._plan, model)
         return normalizations
 
     def _open_run(
@@ -394,12 +356,12 @@ class PlannedTraining:
         history = RunHistory(lambda: monitor.not_private, None if run is None else run.history_path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
         if "validation_data" in fit_arguments:
-            validation_data = _with_strings_for_keras(fit_arguments["validation_data"])
+            validation_data = with_strings_for_keras(fit_arguments["validation_data"])
             fit_arguments = {**fit_arguments, "validation_data": validation_data}
         self._optimizer, self.model, self._history = model.optimizer, model, history
         self._directory = _place_of(run)
         try:
-            with _explaining_batches(model), short_assertions():
+            with explaining_batches(model), short_assertions():
                 of_keras = model.fit(
                     batches,
                     epochs=0 if finished else plan.epochs,
@@ -443,75 +405,6 @@ class PlannedTraining:
         leave_padding_out_of_metrics(model)
         return batches
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raises unless an optimizer spends what the plan accounts for."""
-        _require_private(optimizer)
-        check_unit(self._plan.sampling, optimizer)
-        self._check_next_release(optimizer)
-        self._check_steps(optimizer)
-        if optimizer.noise != self._plan.noise:
-            raise ValueError(
-                "The optimizer must have the noise strategy of the plan: create it with "
-                f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
-                f"{self._plan.noise!r}"
-            )
-        self._check_events(optimizer)
-
-    def _check_next_release(self, optimizer: Any) -> None:
-        """Raises unless the next release has the noise and the batch size of the plan."""
-        wanted = (self._plan.noise_multiplier, self._plan.expected_batch_size)
-        noise_multiplier, size = optimizer.next_release()
-        if noise_multiplier == wanted[0] and size is not None and math.isclose(size, wanted[1]):
-            return
-        longer = ""
-        if optimizer.ledger.num_releases:
-            longer = (
-                "To train a model longer, keep its optimizer, whose ledger counts the steps so "
-                f"far, and make {longer_plan(noise_multiplier, size)}. "
-            )
-        if optimizer.ledger.chosen_by_search:
-            longer += (
-                "The plan's epsilon then leaves out the search that chose the model: add what the "
-                "further steps spend to `HonestTuner.privacy_statement()`. "
-            )
-        raise ValueError(
-            "The optimizer must have the noise and the batch size of the plan: create it with "
-            "`plan.optimizer(...)`, or make the plan with the optimizer's `batch_size` and "
-            f"`noise_multiplier`, without `epsilon`. {longer}Received: "
-            f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead of "
-            f"{wanted[0]!r} and {wanted[1]!r}"
-        )
-
-    def _check_steps(self, optimizer: Any) -> None:
-        """Raises unless the plan has as many steps as the optimizer has made."""
-        released, steps = optimizer.ledger.num_releases, self._plan.steps
-        if released > steps:
-            more = f"`epochs` above {released // self._plan.steps_per_epoch}"
-            longer = longer_plan(self._plan.noise_multiplier, self._plan.expected_batch_size, more)
-            raise BudgetExceededError(
-                "The plan must cover the steps that the optimizer has made: `epochs` counts "
-                f"the earlier ones, too. To train longer, make {longer}. If this is a new "
-                "model, compile it with a new optimizer, `plan.optimizer(...)`. Received: "
-                f"{released} releases, and a plan of {steps} steps"
-            )
-
-    def _check_events(self, optimizer: Any) -> None:
-        """Raises unless the optimizer's ledger has the events that the plan's budget pays for."""
-        events, paid = optimizer.ledger.other_events, self._plan.other_events
-        if missing_events(events, among=paid):
-            raise ValueError(
-                "The optimizer's ledger, to which side information adds its release, has an event "
-                "that the plan's budget does not pay for. Pass the events to the plan as "
-                f"`other_events`. Received: {events!r} instead of {paid!r}"
-            )
-        if missing_events(paid, among=events):
-            raise ValueError(
-                "The optimizer's ledger must have every event that the plan's budget pays for, or "
-                "its epsilon is too small: create it with `plan.optimizer(...)`, or set "
-                "`optimizer.ledger.other_events = plan.other_events`. Received: "
-                f"{events!r} instead of {paid!r}"
-            )
-
     def _check_num_examples(self, received: int, of_dataset: bool = False) -> None:
         """Raises if data are not those that the plan is about."""
         if received != self._plan.num_examples:
@@ -550,19 +443,6 @@ class PlannedTraining:
             planned.require_use(layers, model.name)
         return all_layers
 
-    def _check_steps_per_call(self, model: keras.Model) -> None:
-        """Raises unless calls of the training function end where batches and epochs end."""
-        checks.fixed_steps_per_call(model)
-        calls, parts = steps_per_call(model), model.optimizer.parts_per_batch
-        in_epoch = parts * self._plan.steps_per_epoch
-        if in_epoch % calls or max(calls, parts) % min(calls, parts):
-            raise ValueError(
-                "`steps_per_execution` must divide the steps of an epoch, and be a multiple or a "
-                "divisor of `gradient_accumulation_steps`, or the last steps would be left out. "
-                f"Received: steps_per_execution={calls}, {in_epoch} steps in an epoch, "
-                f"gradient_accumulation_steps={parts}"
-            )
-
     def _warn_of_second_model(self, model: keras.Model, run: RunDirectory | None) -> None:
         """Warns, once, that a model of the plan is not its first.
 
@@ -585,79 +465,10 @@ class PlannedTraining:
                 stacklevel=4,
             )
 
-    def _refuse_second_order(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Raises if a run with correlated noise would continue in other groups or another order.
-
-        An example could then be in two batches that are closer to each other than epsilon assumes,
-        and nothing else might notice: a batch with little padding does not show its step. After all
-        steps of the plan the budget refuses more of them.
-        """
-        released = optimizer.ledger.num_releases
-        if not self._plan.noise.is_independent and 0 < released < self._plan.steps:
-            raise ValueError(
-                "Only the directory of a run with correlated noise knows the groups or the order "
-                "of its batches. Pass `directory` to the first call of `fit`, and to the call that "
-                "resumes it; or begin with a new model. Received: directory=None, and an optimizer "
-                f"with {released} releases"
-            )
-
 
 def _place_of(run: RunDirectory | None) -> str | None:
     """The directory of a run, however it was written."""
     return None if run is None else os.path.realpath(run.path)
-
-
-def _require_private(optimizer: Any) -> None:
-    """Raises unless an optimizer is one of the library's, and its noise is secret."""
-    inside = getattr(optimizer, "inner_optimizer", optimizer)
-    if inside is not optimizer and has_ledger(inside):
-        raise NotPrivateError(WRAPPED)
-    if not has_ledger(optimizer):
-        raise TypeError(
-            "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
-            f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
-        )
-    if optimizer.seed is not None:
-        raise NotPrivateError(
-            "The optimizer of a plan must draw secret noise: anyone who knows the seed can "
-            "remove the noise. Leave out `seed`; a test with repeatable noise can train "
-            f"without a plan. Received: seed={optimizer.seed!r}"
-        )
-
-
-def _refuse_missing_targets(model: keras.Model) -> None:
-    """Raises if a model needs targets, or TensorFlow cannot pass batches without them to it."""
-    if needs_targets(model, model.loss):
-        raise ValueError(
-            "`y` is missing, but the model is compiled with a loss, which compares outputs "
-            "with it. To learn to reproduce the inputs, pass them as `y` too. Received: "
-            f"y=None, loss={model.loss!r}"
-        )
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1:
-        raise ValueError(
-            "`y` is missing, and TensorFlow passes no batches without targets to several replicas. "
-            "Train on one replica; or pass zeros as `y`, and multiply the losses by the sample "
-            f"weights, which mark padding. Received: y=None, {replicas} replicas"
-        )
-
-
-def _require_finite_weights(model: keras.Model) -> None:
-    """Raises if no example could have a finite gradient, so that epsilon would buy noise alone."""
-
-    def is_finite(layer: keras.layers.Layer) -> bool:
-        return all(np.isfinite(w).all() for w in layer.get_weights() if w.dtype.kind == "f")
-
-    if model.built and not is_finite(model):
-        found = [path for path, layer in named_layers(model) if not is_finite(layer)]
-        # A layer around others has their weights, too.
-        inner = [path for path in found if not any(p.startswith(f"{path}/") for p in found)]
-        raise ValueError(
-            "The model's weights must be finite, or every gradient would count as zero, and all of "
-            "epsilon would be spent on noise. A layer that is adapted to data with missing values "
-            "has NaN for statistics: fill in those values first. Received: NaN or infinity in "
-            f"{', '.join(map(repr, inner or [model.name]))}"
-        )
 
 
 def _add_earlier_epochs(history: keras.callbacks.History, rows: Sequence[dict[str, Any]]) -> None:
@@ -692,128 +503,3 @@ def _say_what_is_left(run: RunDirectory, was_finished: bool, verbose: int | str)
             f"{run.log.steps} steps. Save the model to keep it as it is: another call of `fit` "
             "continues the run and spends the rest of epsilon."
         )
-
-
-def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
-    """Warns of missing values and raw units before epsilon is spent.
-
-    Units are judged by a few examples, and so are missing values of a source that is not in memory.
-    """
-    some = some_of(len(source))
-    rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
-    source.fill(some, rows)
-    if not (source.are_finite() if isinstance(source, Arrays) else are_finite(rows)):
-        warnings.warn(
-            "Some examples have values that are NaN or infinite. If the model's gradient is not "
-            "finite for them, they count as zero, so that it learns nothing from them while ε is "
-            "spent as before. Fill in missing values with public constants.",
-            stacklevel=level_of_caller(),
-        )
-    batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
-    findings = unit_findings(model, getattr(model, "loss", None), batch)
-    if isinstance(source, Arrays) and len(source.structure) > 2:
-        findings += small_weight_findings(
-            model, tf.nest.map_structure(tf.convert_to_tensor, source.structure[2])
-        )
-    for found in findings:
-        warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
-
-
-@contextlib.contextmanager
-def _explaining_batches(model: keras.Model) -> Iterator[None]:
-    """Says what a batch is made of if a `train_step` of the model's own fails to unpack one.
-
-    And what padding holds, if the model fails on that.
-    """
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        if not any(word in error.message for word in ("[UNK]", "num_oov_indices=0")):
-            raise
-        said = error.message.rpartition("\n\n")[2].partition("\n")[0].replace('\\"', '"')
-        raise ValueError(
-            "The model must accept padding. The batches of a plan are padded with rows of weight "
-            'zero, whose inputs are ones or the text "[UNK]". Give layers that look up words or '
-            "numbers a place for unknown ones, `num_oov_indices=1`, or encode the inputs before "
-            f"`fit`. Received: model={model.name!r}, whose step failed with: {said}"
-        ) from (None if is_filtering() else error)
-    except (AttributeError, TypeError, ValueError) as error:
-        lines = (line for line in str(error).splitlines() if any(w in line for w in _OF_TUPLES))
-        said = next(lines, "").strip()
-        if not said or not has_own(model, "train_step"):
-            raise
-        raise ValueError(
-            "The `train_step` of the model must take batches of three parts, (x, y, "
-            "sample_weight): the weights mark padding, and y is `None` if there are no targets. "
-            "Write `x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)`, and pass "
-            "`sample_weight` to the loss; "
-            f"see docs/troubleshooting.md. Received: model={model.name!r}, whose step failed with: "
-            f"{said}"
-        ) from error
-
-
-def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
-    """What `open_source` reads."""
-    if isinstance(x, keras.utils.Sequence):  # a `PyDataset` in Keras 3
-        raise TypeError(
-            "`x` must give single examples, since the plan draws the batches, and a "
-            f"`keras.utils.{keras.utils.Sequence.__name__}` gives batches. Pass arrays, a "
-            "`tf.data.Dataset` of single examples, or an object whose `__getitem__` returns one "
-            f"example. Received: {type(x).__name__}"
-        )
-    if y is None:
-        if sample_weight is not None:
-            raise ValueError(
-                "`sample_weight` needs `y`. A source of single examples gives its weights as "
-                "(x, y, sample_weight). Received: y=None"
-            )
-        is_list = isinstance(x, list) and not (x and isinstance(x[0], tuple))  # not of examples
-        is_of_arrays = hasattr(x, "shape") or isinstance(x, dict) or is_list
-        return (_arrays("x", x),) if is_of_arrays else x
-    if isinstance(y, dict) and isinstance(sample_weight, dict) and set(y) - set(sample_weight):
-        raise ValueError(
-            "`sample_weight` must have weights for each output of `y`; `np.ones(num_examples)` "
-            f"weights all examples equally. Received: weights for {sorted(sample_weight)}, and "
-            f"targets for {sorted(y)}"
-        )
-    parts = {"x": x, "y": y, "sample_weight": sample_weight}
-    arrays = {name: _arrays(name, part) for name, part in parts.items() if part is not None}
-    checks.equal_rows(arrays)
-    return tuple(arrays.values())
-
-
-def _with_strings_for_keras(data: Any) -> Any:
-    """Validation data with tensors in place of arrays of strings, which Keras 3 rejects."""
-    if not isinstance(data, (list, tuple)) or not data:
-        return data
-
-    def readable(value: Any) -> Any:
-        if not isinstance(value, np.ndarray) and not hasattr(value, "to_numpy"):
-            return value
-        array = checks.array(value)
-        if array.dtype.kind not in "OSU":
-            return value
-        checks.numbers_or_strings("validation_data", array)
-        return tf.constant(array)
-
-    x, *others = data
-    return (tf.nest.map_structure(readable, x), *others)
-
-
-def _arrays(name: str, part: Any) -> Any:
-    """A nest of NumPy arrays, without lists, which `tf.data` would take for one array each."""
-    if isinstance(part, dict):
-        return {key: _arrays(name, value) for key, value in part.items()}
-    if isinstance(part, (list, tuple)) and all(len(getattr(v, "shape", ())) for v in part):
-        return tuple(_arrays(name, value) for value in part)
-    checks.dense(name, part)
-    checks.not_masked(name, part)
-    try:
-        array = checks.array(part)
-    except ValueError as error:  # NumPy says that a shape is "inhomogeneous"
-        raise ValueError(
-            f"`{name}` must have rows of one shape: pad or crop them. Received: a "
-            f"{type(part).__name__} whose rows differ in shape"
-        ) from error
-    checks.numbers_or_strings(name, array)
-    return array
