@@ -297,9 +297,10 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     if not is_one:
         refuse(vector, axes)
     # The loss has terms that all examples share, too, and these have no noise of their own.
-    refuse_state(loss)
+    has_private_size = expected_batch_size is not None and bool(axes.batch_size.unknowns)
+    refuse_state(loss, has_private_size)
     for searched in {id(t): t for t in (vector, loss)}.values():
-        search_when_complete(searched)
+        search_when_complete(searched, has_private_size)
     penalties = [*penalties, *find_penalties(vector, axes)]
     present = find_present(terms, loss, axes)
     if is_one:

@@ -59,15 +59,16 @@ _NOT_RELEASED = (
 )
 
 
-def search_when_complete(loss: tf.Tensor) -> None:
+def search_when_complete(loss: tf.Tensor, has_private_size: bool) -> None:
     """Searches all functions around a loss at the end of their traces.
 
     Errors then come from the call of the function that is being traced, before any of it has run.
 
     Args:
       loss: symbolic; the loss whose gradients will be released, of each example or in all.
+      has_private_size: whether the number of examples is random, and the graph does not know it.
     """
-    if _remember("_private_losses", loss):
+    if _remember("_private_losses", loss, has_private_size):
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             _remember("_replicas_of_losses", loss, int(tf.get_static_value(replica)))
@@ -130,9 +131,12 @@ def _search(graph: tf.Graph) -> None:
     """Searches a function that is complete."""
     root = Frame(graph)
     frames = list(root.all_within())
-    losses = _noted("_private_losses", frames)
+    noted = _noted_values("_private_losses", frames)
+    losses = [(frame, loss) for frame, loss, _ in noted]
     if losses:
-        refuse_state_within(root, [*losses, *_noted("_private_sums", frames)])
+        has_private_size = any(is_private for _, _, is_private in noted)
+        starts = [*losses, *_noted("_private_sums", frames)]
+        refuse_state_within(root, starts, has_private_size)
     if not is_function(outer_graph(graph)):
         for frame, loss in losses:
             refuse_mixed_arguments(frame, loss)

@@ -14,6 +14,7 @@ from tf_adaptive_dp._keras.tracebacks import CHECK, UsersLine, level_of_caller
 from tf_adaptive_dp._keras.variables import value_of
 from tf_adaptive_dp.accounting.ledger import wrong_size
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.released import vouch_for
 
 # The largest log probability at which a batch counts as too large for the declared expected size.
 LOG_FALSE_ALARM = math.log(1e-12)
@@ -233,7 +234,9 @@ class BatchSizes:
             noted = self._random.assign(tf.where(noted > 0, noted, size))
             with tf.control_dependencies([tf.convert_to_tensor(noted)]):
                 known |= (self._expected.read_value() > 0) & ~tf.convert_to_tensor(is_public)
-        return tf.convert_to_tensor(self._first.assign(tf.where(known, previous, size)))
+        # No private size gets here, so the search for what a step writes of its data may end.
+        kept = vouch_for(tf.where(known, previous, size))
+        return tf.convert_to_tensor(self._first.assign(kept))
 
     def divisor(self) -> tf.Tensor:
         """L, a float64 scalar, once a batch has been seen."""

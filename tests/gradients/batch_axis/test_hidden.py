@@ -10,6 +10,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.zoo import classifier, floats
 from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp.gradients.api import per_example_gradients
 
 layers = tf.keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
@@ -96,6 +97,25 @@ def test_state_that_counts_what_values_select_is_refused(how):
 
 def test_state_that_counts_the_rows_of_batches_is_accepted():
     assert (norms(with_layer(Counting("batch"))) > 0).all()
+
+
+@pytest.mark.parametrize("mode", ["graph", "graph of fixed size"])
+def test_where_their_number_is_random_it_may_not_reach_later_batches(mode):
+    problem = with_layer(Counting("batch"))
+
+    def step(*batch):
+        with tf.GradientTape() as tape:
+            loss = problem.losses(*batch)
+        return per_example_gradients(
+            loss, problem.variables, tape, expected_batch_size=4.0
+        ).squared_norms()
+
+    run = zoo.in_mode(mode, step, problem.batch)
+    if mode == "graph":
+        with pytest.raises(dp.NotPrivateError, match="or the size of the batch, which is random"):
+            run(*problem.batch)
+    else:  # a public number
+        assert (run(*problem.batch).numpy() > 0).all()
 
 
 def test_a_variable_whose_size_the_loss_reads_is_state():

@@ -196,8 +196,8 @@ def test_state_written_after_minimize_is_refused(name):
 @pytest.mark.parametrize("name", CARRIES)
 def test_such_state_moves_later_batches(name, monkeypatch):
     """Without the search, a row that a later batch does not hold changes its clipped sum."""
-    monkeypatch.setattr(api, "refuse_state", lambda loss: None)
-    monkeypatch.setattr(api, "search_when_complete", lambda loss: None)
+    monkeypatch.setattr(api, "refuse_state", lambda *args: None)
+    monkeypatch.setattr(api, "search_when_complete", lambda *args: None)
     state, read, write, least = CARRIES[name]
     replaced = X.copy()
     replaced[0] = -9 * np.sign(X.sum()), 7.0, -8.0

@@ -37,11 +37,12 @@ _RESOURCE, _OUTSIDE, _FUNCTION = "resource", "outside", "function"
 
 _STATE = (
     "The step writes data of the batch into a variable (or a table, a queue or the like) that "
-    "the loss reads, so an example would change the gradients of others, in this step or in later "
-    "ones. Received: {op} ({type}), {place}{line}. Use a layer without such state "
+    "the loss reads{sizes}, so an example would change the gradients of others, in this step or in "
+    "later ones. Received: {op} ({type}), {place}{line}. Use a layer without such state "
     "(stateful=False, no moving averages), or freeze it (`layer.trainable = False`); state of your "
     "own may be computed from weights, released gradients and public data only."
 )
+_SIZES = ", or the size of the batch, which is random"
 _FOREIGN = (
     "The step passes data of the batch to Python, to a file or to a staging area, and the loss "
     "depends on what comes back from there, so an example may change the gradients of others. "
@@ -63,7 +64,7 @@ class _Write(NamedTuple):
         return [*((self.frame, t) for t in values), *self.decisions]
 
 
-def refuse_state(loss: tf.Tensor) -> None:
+def refuse_state(loss: tf.Tensor, sizes_are_data: bool = False) -> None:
     """Refuses state that carries data from one example to another.
 
     Examples are moving averages that a normalization uses itself, the states of a stateful
@@ -72,16 +73,19 @@ def refuse_state(loss: tf.Tensor) -> None:
     Args:
       loss: the loss as it was given, symbolic: a vector of examples' losses, or a scalar with all
         its terms.
+      sizes_are_data: see `refuse_state_within`.
 
     Raises:
       NotPrivateError: if the loss reads state that its graph, as far as it was built, writes from
         the data, other than from released gradients.
     """
     root = Frame(loss.graph)
-    refuse_state_within(root, [(root, loss)])
+    refuse_state_within(root, [(root, loss)], sizes_are_data)
 
 
-def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) -> None:
+def refuse_state_within(
+    root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]], sizes_are_data: bool = False
+) -> None:
     """Refuses state that carries data to losses, wherever a function within a graph writes it.
 
     An operation that takes a handle and data counts as writing unless it is known only to read. So
@@ -95,15 +99,17 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
       root: the outermost graph.
       losses: the losses whose gradients are clipped, and what else is computed from these gradients
         before their release, each with its frame in `root`.
+      sizes_are_data: whether unknown sizes of the inputs count as data, as a random number of
+        examples does.
 
     Raises:
       NotPrivateError: naming the operation that writes.
     """
-    search = _DependencySearch()
+    search = _DependencySearch(sizes_are_data=sizes_are_data)
     search.follow(losses, set())
     op = _writes_data(search, _by_state(root), search.read)
     if op is not None:
-        raise _error(op)
+        raise _error(op, _SIZES if sizes_are_data else "")
 
 
 def written_from_data(root: Frame, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
@@ -192,17 +198,17 @@ class _DependencySearch:
       data: the inputs of the step and the elements of data sets found so far, by frame and id.
     """
 
-    def __init__(self, arguments: Container[int] = ()):
+    def __init__(self, arguments: Container[int] = (), sizes_are_data: bool = False):
         """Takes the ids of arguments that are data, whatever their ranks."""
-        self._arguments = arguments
+        self._arguments, self._sizes_are_data = arguments, sizes_are_data
         self.read: set[Hashable] = set()
         self.data: dict[tuple[Frame, int], tf.Tensor] = {}
 
     def follow(self, starts: Iterable[tuple[Frame, tf.Tensor]], seen: set) -> bool:
         """Whether a tensor depends on data, other than by a private release.
 
-        How large a batch is does not count as data; how many entries `tf.boolean_mask` leaves of
-        it does.
+        How large a batch is does not count as data, unless that was asked for; how many entries
+        `tf.boolean_mask` leaves of it does.
 
         Args:
           starts: the tensors to ask about, each with its frame.
@@ -214,11 +220,15 @@ class _DependencySearch:
             if (frame, id(tensor), only_sizes) in seen or is_released(tensor):
                 continue
             seen.add((frame, id(tensor), only_sizes))
-            if not only_sizes and self._is_data(frame, tensor):
+            asks = not only_sizes or self._has_private_size(tensor)
+            if asks and self._is_data(frame, tensor):
                 found = True
                 self.data[frame, id(tensor)] = tensor
             stack += self._sources(frame, tensor, only_sizes)
         return found
+
+    def _has_private_size(self, tensor: tf.Tensor) -> bool:
+        return self._sizes_are_data and not tensor.shape.is_fully_defined()
 
     def _is_data(self, frame: Frame, tensor: tf.Tensor) -> bool:
         """Whether a tensor is an input of the step or an element of a data set."""
@@ -303,11 +313,10 @@ def _kind(op_type: str) -> str | None:
     return None if "Dataset" in op_type else _OUTSIDE
 
 
-def _error(op: tf.Operation) -> NotPrivateError:
+def _error(op: tf.Operation, sizes: str) -> NotPrivateError:
     text = _FOREIGN if _kind(op.type) == _OUTSIDE else _STATE
-    return NotPrivateError(
-        text.format(op=op.name, type=op.type, place=place_of(op), line=_line(op))
-    )
+    found = {"op": op.name, "type": op.type, "place": place_of(op), "line": _line(op)}
+    return NotPrivateError(text.format(**found, sizes=sizes))
 
 
 def _line(op: tf.Operation) -> str:
