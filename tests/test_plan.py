@@ -882,7 +882,7 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
         history = plan.fit(model, TOKENS, y, weights, verbose=0).history
     assert optimizer.ledger.segments == [(1.0, 24.0, 9)]
     # Keras divides by the rows of a batch, of which 24 are examples on average.
-    share = 24 / plan.sampling.max_batch_size
+    share = 24 / plan.sampling.places_for(24)
     np.testing.assert_allclose(np.mean(history["loss"]), share * np.ravel(before)[0], rtol=0.3)
     # The zeros of the weights have kept their signs, by which draws are told apart.
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
@@ -912,7 +912,7 @@ def test_losses_of_tokens_belong_to_any_of_the_outputs(y, loss):
     before = model.evaluate(TOKENS, y, verbose=0)
     history = plan.fit(model, TOKENS, y, verbose=0).history
     assert optimizer.ledger.segments == [(1.0, 24.0, 3)]
-    share = 24 / plan.sampling.max_batch_size
+    share = 24 / plan.sampling.places_for(24)
     np.testing.assert_allclose(history["loss"], share * np.ravel(before)[0], rtol=0.3)
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
 
@@ -1444,7 +1444,8 @@ def test_a_plan_keeps_no_example():
 def test_a_plan_describes_itself_before_training():
     text = planned(epochs=4).describe()
     assert "noise multiplier 1\n32 steps: 4 epochs of 8 Poisson batches" in text
-    assert " rows, since their sizes are random\n" in text
+    room = planned(epochs=4).sampling.max_batch_size
+    assert f"average 8 examples, with room for {room} examples, since their sizes are" in text
     last = f"4: {np.ceil(epsilon(1.0, 1 / 8, 32, DELTA) * 1e4) / 1e4:.4f}"
     assert text.endswith(last)
     text = planned(batch_size=N).describe()

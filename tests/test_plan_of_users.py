@@ -48,9 +48,9 @@ def test_the_population_is_the_users():
     assert epsilon(0.998 * least, 8 / NUM_USERS, 10, DELTA) > 2.0
     assert "num_users=40" in repr(plan) and "num_examples" not in repr(plan)
     described = plan.describe()
-    assert "for each of 40 users" in described and "Batches average 8 users, padded" in described
     users, rows = plan.sampling.max_batch_size, plan.sampling.rows
-    assert f"padded to {users} users with 3 rows each ({rows} rows)" in described
+    assert "for each of 40 users" in described and "Batches average 8 users, with" in described
+    assert f"room for {users} users with 3 rows each ({rows} rows)" in described
     offers = plan.recommend(batch_sizes=[4, 8], epochs=[2])
     assert {offer.steps for offer in offers} == {10, 20}
 

@@ -525,6 +525,7 @@ class PrivacyPlan:
         *,
         directory: str | os.PathLike | None = None,
         callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
+        equal_rows: bool = False,
         **fit_arguments: Any,
     ) -> keras.callbacks.History:
         """Trains a model within the budget, or resumes its training.
@@ -552,6 +553,10 @@ class PrivacyPlan:
           sample_weight: a weight for each example.
           directory: where the run is kept. It belongs to this run alone. `None` keeps nothing.
           callbacks: further callbacks, or a single one.
+          equal_rows: whether to pad all batches to one number of rows, for a model whose step has
+            to know that number; training takes longer. By default batches have only a few rows
+            more than examples, except in eager steps, under XLA, on several replicas, with gradient
+            accumulation and with correlated noise.
           **fit_arguments: other arguments of `model.fit`, such as `validation_data` and `verbose`.
 
         Returns:
@@ -585,6 +590,7 @@ class PrivacyPlan:
             directory=directory,
             settings=self._settings(),
             callbacks=_listed(callbacks),
+            equal_rows=equal_rows,
             fit_arguments=fit_arguments,
         )
 
@@ -646,7 +652,7 @@ class PrivacyPlan:
         epsilon = 1.4249 at delta = 0.0001 for each of 2000 examples (RDP accounting)
         noise multiplier 1.5
         80 steps: 4 epochs of 20 Poisson batches
-        Batches average 100 examples, padded to 184 rows, since their sizes are random
+        Batches average 100 examples, with room for 184 examples, since their sizes are random
         epsilon after epoch 1: 0.8149, 2: 1.0514, 4: 1.4249
         """
         shown = sorted({1, math.ceil(self.epochs / 4), math.ceil(self.epochs / 2), self.epochs})

@@ -19,6 +19,7 @@ from tf_adaptive_dp._keras.models import (
     have_weights_made_outside,
     leave_padding_out_of_metrics,
     steps_per_call,
+    takes_any_number_of_rows,
 )
 from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_assertions
 from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger
@@ -49,7 +50,7 @@ from tf_adaptive_dp.plan_refusals import (
     with_strings_for_keras,
 )
 from tf_adaptive_dp.sampling.datasets import as_dataset, padding_for
-from tf_adaptive_dp.sampling.poisson import RandomSizes
+from tf_adaptive_dp.sampling.poisson import PoissonSampling, RandomSizes
 from tf_adaptive_dp.sampling.sources import (
     SINGLE_EXAMPLES,
     Arrays,
@@ -205,8 +206,9 @@ class PlannedTraining:
         gradient_accumulation_steps: int,
         key: bytes | None,
         padding: tuple | None = None,
+        equal_rows: bool = True,
     ) -> tf.data.Dataset:
-        """See `PrivacyPlan.batches`, and `poisson_batches` for `padding`."""
+        """See `PrivacyPlan.batches`, and `as_dataset` for `padding` and `equal_rows`."""
         return as_dataset(
             source,
             self._plan.sampling,
@@ -216,6 +218,7 @@ class PlannedTraining:
             masked=True,
             padding=padding,
             users=self._users,
+            equal_rows=equal_rows,
         )
 
     def fit(
@@ -226,6 +229,7 @@ class PlannedTraining:
         directory: str | os.PathLike | None,
         settings: Mapping[str, Any],
         callbacks: Sequence[keras.callbacks.Callback],
+        equal_rows: bool,
         fit_arguments: dict[str, Any],
     ) -> keras.callbacks.History:
         """Trains a model, or resumes its training.
@@ -236,6 +240,7 @@ class PlannedTraining:
           directory: where the run is kept, or `None`.
           settings: the public settings of the plan, which the directory keeps.
           callbacks: further callbacks.
+          equal_rows: whether to pad all batches to one number of rows.
           fit_arguments: other arguments of `model.fit`.
         """
         normalizations = self._check_model(model, data[0])
@@ -252,7 +257,8 @@ class PlannedTraining:
                 run.log.require_run_of(model.optimizer)
                 self._keep_normalizations(run, normalizations, model)
             self._warn_of_second_model(model, run)
-            return self._fit(model, source, run, callbacks, fit_arguments)
+            equal_rows |= not _rows_may_differ(model, source, self._plan.sampling)
+            return self._fit(model, source, run, callbacks, equal_rows, fit_arguments)
         finally:
             # Not before its first step, in which a copy learns what it was trained behind.
             if model.optimizer.ledger.num_recorded_here > recorded:
@@ -341,6 +347,7 @@ class PlannedTraining:
         source: Arrays | Records,
         run: RunDirectory | None,
         callbacks: Sequence[keras.callbacks.Callback],
+        equal_rows: bool,
         fit_arguments: dict[str, Any],
     ) -> keras.callbacks.History:
         """Trains with callbacks around a run's directory."""
@@ -350,7 +357,7 @@ class PlannedTraining:
             run.require_saved_epoch()
         # A directory says more about a run that resumes, and restores the epoch itself.
         trained = 0 if finished else model.optimizer.ledger.num_releases // plan.steps_per_epoch
-        batches = self._batches_of_run(model, source, run)
+        batches = self._batches_of_run(model, source, run, equal_rows)
         monitor, budget = plan.callbacks(None if run is None else f"{run.path}/logs")
         budget.epsilon = plan.limit_for(model.optimizer)
         history = RunHistory(lambda: monitor.not_private, None if run is None else run.history_path)
@@ -360,6 +367,7 @@ class PlannedTraining:
             fit_arguments = {**fit_arguments, "validation_data": validation_data}
         self._optimizer, self.model, self._history = model.optimizer, model, history
         self._directory = _place_of(run)
+        model.optimizer.expect_rows(None if equal_rows else plan.sampling.rows)
         try:
             with explaining_batches(model), short_assertions():
                 of_keras = model.fit(
@@ -372,6 +380,7 @@ class PlannedTraining:
                     **fit_arguments,
                 )
         finally:
+            model.optimizer.expect_rows(None)
             if run is not None:
                 run.log.admit(model.optimizer)  # what callbacks released after the log's own end
         if finished:  # as `fit` does after the last epoch, for averages of the weights
@@ -383,7 +392,11 @@ class PlannedTraining:
         return of_keras
 
     def _batches_of_run(
-        self, model: keras.Model, source: Arrays | Records, run: RunDirectory | None
+        self,
+        model: keras.Model,
+        source: Arrays | Records,
+        run: RunDirectory | None,
+        equal_rows: bool,
     ) -> tf.data.Dataset:
         """The batches that a model trains on from where a run stands; prepares the model for them.
 
@@ -391,14 +404,15 @@ class PlannedTraining:
           model: the compiled model.
           source: the examples.
           run: `None` if nothing is kept.
+          equal_rows: whether all have the same number of rows.
         """
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or run.is_finished else run.log.num_releases
         key = None
         if run is not None and run.keys is not None:
             key = self._plan.sampling.resumed_key(run.keys.groups)
-        padding = padding_for(model, source)
-        batches = self.batches(source, start, model.optimizer.parts_per_batch, key, padding)
+        padding, parts = padding_for(model, source), model.optimizer.parts_per_batch
+        batches = self.batches(source, start, parts, key, padding, equal_rows)
         if not has_own(model, "train_step"):
             have_weights_made_outside(model, batches.element_spec[0])
         batches = give_weights_axes_of_losses(model, batches)
@@ -503,3 +517,26 @@ def _say_what_is_left(run: RunDirectory, was_finished: bool, verbose: int | str)
             f"{run.log.steps} steps. Save the model to keep it as it is: another call of `fit` "
             "continues the run and spends the rest of epsilon."
         )
+
+
+def _rows_may_differ(model: keras.Model, source: Arrays | Records, sampling: Any) -> bool:
+    """Whether batches may have about as many rows as were drawn, instead of all the same number.
+
+    Their number of rows is private then, so it takes the search of the compiled step to see that
+    nothing depends on it. XLA would compile the step for each number.
+
+    Args:
+      model: a compiled model.
+      source: its examples.
+      sampling: that of the plan.
+    """
+    optimizer = model.optimizer
+    is_searched = not (model.run_eagerly or tf.config.functions_run_eagerly() or model.jit_compile)
+    at_once = optimizer.parts_per_batch == 1 and model.distribute_strategy.num_replicas_in_sync == 1
+    is_possible = (
+        isinstance(sampling, PoissonSampling) and optimizer.expected_batch_size is not None
+    )
+    if not (is_searched and at_once and is_possible):
+        return False
+    specs = [tf.TensorSpec([None, *shape], dtype) for shape, dtype in source.parts]
+    return takes_any_number_of_rows(model, tf.nest.pack_sequence_as(source.structure, specs)[0])

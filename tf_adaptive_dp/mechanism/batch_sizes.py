@@ -96,6 +96,7 @@ class BatchSizes:
             self._random = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._seen = SizesSeen()
         self._traced: dict[float, int] = {}  # rows, by L
+        self._rows_vary = False
         self.expected = expected_batch_size
 
     @property
@@ -138,15 +139,45 @@ class BatchSizes:
     def continue_after(self, other: BatchSizes) -> None:
         """Takes over the public size of the first batch, if that is no divisor here.
 
-        Of two samplings the one with less room counts for all batches; see `as_drawn`.
-
         Args:
           other: the sizes of an optimizer that this one continues.
         """
         alike = (self._rows_per_unit, self._parts) == (other._rows_per_unit, other._parts)
-        size = int(value_of(other._first))
-        if alike and size and self.expected is not None and self._num_microbatches is None:
-            own = int(self._first.numpy())
+        if alike and not self._first_divides():
+            self._note_room(int(value_of(other._first)))
+
+    def expect_rows(self, most: int | None) -> None:
+        """Says whether batches differ in their number of rows.
+
+        Guarantee: where they do, their numbers of rows are private. Only `most`, a public constant,
+        is saved, and steps that know the number of their rows are refused.
+
+        Args:
+          most: the rows that the largest ones have room for, or `None` if all have as many.
+
+        Raises:
+          ValueError: if the sizes of batches divide the noisy sum, or groups of them are clipped.
+        """
+        self._rows_vary = most is not None
+        if most is None:
+            return
+        if self._first_divides() or self._parts > 1:
+            raise ValueError(
+                "Batches that differ in their number of rows need `expected_batch_size`, without "
+                "`num_microbatches` and `gradient_accumulation_steps`. Received: "
+                f"expected_batch_size={self.expected!r}, num_microbatches="
+                f"{self._num_microbatches!r}, gradient_accumulation_steps={self._parts!r}"
+            )
+        self._note_room(self.units(most))
+
+    def _first_divides(self) -> bool:
+        """Whether the size of the first batch is L, or determines the size of microbatches."""
+        return self.expected is None or self._num_microbatches is not None
+
+    def _note_room(self, size: int) -> None:
+        """Notes a public size; of two samplings the smaller one counts, see `as_drawn`."""
+        own = int(self._first.numpy())
+        if size:
             self._first.assign(min(own, size) if own else size)
 
     def units(self, rows: Any) -> Any:
@@ -193,6 +224,25 @@ class BatchSizes:
                 "TensorSpec([None, ...]), ...])`, or pad batches to one size "
                 "(`tf_adaptive_dp.poisson_batches` does). Received: batches of "
                 f"{before} and of {rows} rows, expected_batch_size={expected}"
+            )
+
+    def refuse_known_rows(self, rows: int | None) -> None:
+        """Refuses a step that knows the number of its rows, if batches differ in that number.
+
+        Nothing shows whether such a step depends on the number, which is private then.
+
+        Args:
+          rows: of the batch; `None` in a step that is traced for any number.
+
+        Raises:
+          NotPrivateError: if the step runs eagerly, or was traced for one number of rows.
+        """
+        if self._rows_vary and (tf.executing_eagerly() or rows is not None):
+            how = "runs eagerly" if tf.executing_eagerly() else f"was traced for {rows} rows"
+            raise NotPrivateError(
+                "The batches of this fit have different numbers of rows, which are private, so its "
+                "step must be compiled once for any number. Pad them to one number: "
+                f"`plan.fit(..., equal_rows=True)`. Received: a step that {how}"
             )
 
     def check(self, size: tf.Tensor) -> tf.Operation | None:

@@ -316,6 +316,7 @@ class DPOptimizer(SharedAttributes, FullSignature, SelfScalingOptimizer):
         Args:
           losses: [B], the losses of the examples.
         """
+        self._mechanism.sizes.refuse_known_rows(losses.shape[0])
         unweighted = lacks_weights(losses)  # so all rows are examples
         num_examples = losses.shape[0] if unweighted else None  # padding has weights
         self._mechanism.sizes.warn_if_too_large(num_examples)

@@ -285,7 +285,8 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
             "The loss of each example depends on the number of examples in the batch, which is "
             f"not public here. Received: expected_batch_size={size} and "
             "batches whose size is not fixed. Do not divide the loss by the batch size (the "
-            "optimizer does so), or make all batches equal (`drop_remainder=True`)."
+            "optimizer does so), or make all batches equal (`plan.fit(..., equal_rows=True)`, or "
+            "`drop_remainder=True` without a plan)."
         )
 
 

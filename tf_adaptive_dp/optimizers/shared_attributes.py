@@ -94,6 +94,15 @@ class SharedAttributes:
         """Sets `expected_batch_size` to that of full batches, of which the last may be smaller."""
         self._mechanism.sizes.expect_at_most(size)
 
+    def expect_rows(self, most: int | None) -> None:
+        """Says whether the next batches differ in their number of rows, which is private then.
+
+        Args:
+          most: the rows that the largest ones have room for, a public constant; `None` if all have
+            as many.
+        """
+        self._mechanism.sizes.expect_rows(most)
+
     @property
     def num_microbatches(self) -> int | None:
         """The number of groups whose mean gradients are clipped; `None` clips every example's."""

@@ -43,6 +43,8 @@ __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 
 # Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
 DRAWS_PER_CALL = 16
+# The entries of a draw that are no rows, where batches have different numbers of them.
+_NO_ROW = -1
 # What stands for an unknown word in Keras's lookup layers.
 _UNKNOWN = b"[UNK]"
 # Smaller weights may count as zeros in the step, and would keep their sign.
@@ -264,6 +266,7 @@ def as_dataset(
     masked: bool = False,
     padding: tuple | None = None,
     users: UserRecords | None = None,
+    equal_rows: bool = True,
 ) -> tf.data.Dataset:
     """The batches of a sampling; if `masked`, the sample weights mark the padding.
 
@@ -278,6 +281,8 @@ def as_dataset(
       masked: whether batches have sample weights, which are 0 for padding.
       padding: one public example to pad with, see `padding_rows`.
       users: whom the examples belong to, if users are drawn.
+      equal_rows: whether all batches have the same number of rows. Others, of `places_for` places,
+        are only for the compiled steps of `fit`, whose optimizer was told by `expect_rows`.
 
     Raises:
       TypeError, ValueError: if the arguments do not fit each other.
@@ -287,6 +292,11 @@ def as_dataset(
     _check_users(users, sampling, len(source))
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
+    if not equal_rows and (k > 1 or sampling.keeps_distance or not masked):
+        raise ValueError(
+            "Only undivided Poisson batches may differ in their number of rows. Received: "
+            f"gradient_accumulation_steps={k!r}, sampling={sampling!r}"
+        )
     if users is None:
         warn_of_copies(source)
     repeatable = key is not None or sampling.seed is not None  # by another process
@@ -294,8 +304,8 @@ def as_dataset(
     first_key = sampling.new_key(num_examples) if key is None else key
     sampling.remember_key(num_examples, first_key)
     draws.remember_num_examples(sampling, num_examples if users is None else users.num_users)
-    draw = _drawer(sampling, first_key, num_examples, k, users)
-    read = _batch_reader(source, rows, padding)
+    draw = _drawer(sampling, first_key, num_examples, k, users, equal_rows)
+    read = _batch_reader(source, rows if equal_rows else None, padding)
     first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
     passes = itertools.count()
 
@@ -304,6 +314,8 @@ def as_dataset(
         yield next(passes)
 
     def batch(indices: tf.Tensor) -> tuple:
+        if not equal_rows:
+            indices = tf.boolean_mask(indices, indices > _NO_ROW)
         data = read(indices)
         return _weighted(data, indices, num_examples, sampling) if masked else data
 
@@ -321,7 +333,12 @@ def as_dataset(
 
 
 def _drawer(
-    sampling: draws.Sampling, first_key: bytes, num_examples: int, k: int, users: UserRecords | None
+    sampling: draws.Sampling,
+    first_key: bytes,
+    num_examples: int,
+    k: int,
+    users: UserRecords | None,
+    equal_rows: bool,
 ) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Makes the function that draws the batches of a few steps.
 
@@ -331,11 +348,12 @@ def _drawer(
       num_examples: the number of examples.
       k: the number of batches that each draw is divided into.
       users: whom the examples belong to, if users are drawn.
+      equal_rows: whether all batches have R rows.
 
     Returns:
       A function of the number of a pass and the first of the steps. It returns indices, [N, R] for
-      N batches of R rows: of an example, or at least `num_examples` for padding. Above that, the
-      zero weight of the padding gets a sign.
+      N batches of at most R rows: of an example, or at least `num_examples` for padding. Above
+      that, the zero weight of the padding gets a sign. A smaller batch ends with `_NO_ROW`s.
     """
     rows, process = sampling.rows_per_batch(k), os.getpid()
 
@@ -348,12 +366,15 @@ def _drawer(
             )
         own_key = sampling.key_of_pass(first_key, int(number))
         steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
-        parts = np.empty((len(steps), k, rows), np.int64)
+        parts = np.full((len(steps), k, rows), _NO_ROW, np.int64)
         for step, own in zip(steps, parts):
             if users is None:
-                own[:] = sampling.place(num_examples, step, own_key, k)
+                placed = sampling.place(num_examples, step, own_key, k, equal_rows)
             else:
-                own[:] = users.place(sampling, step, own_key, k)
+                placed = users.place(sampling, step, own_key, k, equal_rows)
+            if not equal_rows:
+                _mark_some(placed, num_examples)
+            own[:, : placed.shape[1]] = placed
         return parts.reshape(-1, rows)
 
     def draw_tensor(number: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
@@ -362,8 +383,22 @@ def _drawer(
     return draw_tensor
 
 
+def _mark_some(placed: np.ndarray, num_examples: int) -> None:
+    """Marks one row of padding if chance marked none, as it does once in 4,096 times with 12 rows.
+
+    Without a mark, a batch does not show that it is one of ours.
+
+    Args:
+      placed: [1, R], see `_drawer`; changed in place.
+      num_examples: the number of examples.
+    """
+    padding = np.flatnonzero(placed == num_examples)
+    if padding.size and not (placed > num_examples).any():
+        placed[0, padding[0]] += 1
+
+
 def _batch_reader(
-    source: Arrays | Records, rows: int, padding: tuple | None
+    source: Arrays | Records, rows: int | None, padding: tuple | None
 ) -> Callable[[tf.Tensor], tuple]:
     """Makes the function from the indices of a batch, [R], to its (x, y[, sample_weight])."""
     read, num_examples = source.reader(padding_rows(source, padding)), len(source)

@@ -293,8 +293,22 @@ class Sampling(abc.ABC):
         del step, key
         return padding & random
 
+    def places_for(self, num_drawn: int) -> int:
+        """The places of an undivided batch, where batches may differ in their number of rows.
+
+        Args:
+          num_drawn: how many examples, or users, the batch has.
+        """
+        del num_drawn  # only some samplings know batches that differ
+        return self.rows // (self.examples_per_user or 1)
+
     def place(
-        self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
+        self,
+        num_examples: int,
+        step: int,
+        key: bytes,
+        gradient_accumulation_steps: int = 1,
+        equal_rows: bool = True,
     ) -> np.ndarray:
         """The places of the batch of a step: [k, places per part], with indices of examples.
 
@@ -306,17 +320,22 @@ class Sampling(abc.ABC):
         rows of all k parts are equally likely, whatever was drawn. So the places of some examples
         have the same distribution whether or not there are others: a uniformly random injection.
         Therefore a loss may depend on the row (position numbers, one number of seeded noise per
-        row): one additional example moves no other one.
+        row): one additional example moves no other one. With `equal_rows=False` it may not, since
+        one more example may add rows.
 
         Args:
           num_examples: number of examples in the training set.
           step: the number of the step, from 0.
           key: the secret bytes of a pass, see `key_of_pass`.
           gradient_accumulation_steps: k, the number of parts.
+          equal_rows: whether all batches have the same number of places, or those of `places_for`.
         """
         k = gradient_accumulation_steps
-        rows = self.rows_per_batch(k) // (self.examples_per_user or 1)
         drawn = self.draw(num_examples, step, key)
+        if equal_rows:
+            rows = self.rows_per_batch(k) // (self.examples_per_user or 1)
+        else:
+            rows = self.places_for(len(drawn))
         placed = np.full(k * rows, num_examples, np.int64)
         placed[: len(drawn)] = drawn
         random = generator(key, b"rows", step)

@@ -124,11 +124,16 @@ class FixedOrder(draws.FullBatches):
         ]
 
     def place(
-        self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
+        self,
+        num_examples: int,
+        step: int,
+        key: bytes,
+        gradient_accumulation_steps: int = 1,
+        equal_rows: bool = True,
     ) -> np.ndarray:
         """As `Sampling.place`, with the same rows in every pass, by which a batch is recognized."""
         first = step % self.separation(num_examples)
-        return super().place(num_examples, first, key, gradient_accumulation_steps)
+        return super().place(num_examples, first, key, gradient_accumulation_steps, equal_rows)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: a pure function of its arguments."""

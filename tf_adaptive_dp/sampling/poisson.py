@@ -19,13 +19,17 @@ from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.wording import counted
 
 REDUCTIONS = ("mean", "sum")
+# Where batches differ in their number of rows, they have at least this many places, and this many
+# empty ones if B permits: enough random bits that the optimizer can tell draws apart. The number of
+# places is a multiple of 8, which vector units like.
+_LEAST_PLACES, _LEAST_EMPTY, _STEP_OF_PLACES = 40, 12, 8
 # Upper bound on the probability that a run is refused because padding had no marks by chance.
 _FALSE_ALARM = 1e-12
 _Kind = TypeVar("_Kind", bound="RandomSizes")
 
 
 class RandomSizes(draws.Sampling):
-    """A sampling whose batches vary in size, up to B = `max_batch_size`, and are padded to it.
+    """A sampling whose batches vary in size, up to B = `max_batch_size`, and are padded.
 
     A larger draw is subsampled uniformly to B; see `PoissonSampling` for what that costs.
 
@@ -72,11 +76,11 @@ class RandomSizes(draws.Sampling):
     def describe(self, num_examples: int, epochs: int) -> list[str]:
         """See `Sampling.describe`."""
         size = self.expected_batch_size(num_examples)
-        padded = counted(self.rows, "row")
+        room = counted(self.max_batch_size, self.unit)
         if self.examples_per_user is not None:
             each = counted(self.examples_per_user, "row")
-            padded = f"{counted(self.max_batch_size, 'user')} with {each} each ({padded})"
-        rows = f"Batches average {size:g} {self.unit}{'s' * (size != 1)}, padded to {padded}"
+            room += f" with {each} each ({counted(self.rows, 'row')})"
+        rows = f"Batches average {size:g} {self.unit}{'s' * (size != 1)}, with room for {room}"
         rows += ", since their sizes are random"
         batches = counted(self.steps // epochs, "Poisson batch", "Poisson batches")
         steps = f"{counted(self.steps, 'step')}: {counted(epochs, 'epoch')} of {batches}"
@@ -244,6 +248,13 @@ class PoissonSampling(RandomSizes):
     checks. The number of examples in a part is random; no clipping, division or adaptation is done
     per part.
 
+    Fewer rows: `PrivacyPlan.fit` pads a batch to `places_for` places only, so x may add rows. The
+    others are then in uniformly random rows of a larger batch, and the coupling needs more: that a
+    row's gradient depends on its example alone, apart from random numbers that are independent and
+    alike in all rows, which can be coupled by example. Only steps that are compiled for an unknown
+    number of rows get such batches. They are searched for values tied to rows and for the number of
+    rows, and refused if the gradient depends on them.
+
     Users: with `examples_per_user` k the unit is a user, the person behind an id. Read "user" for
     "example" in all of the above, and `num_examples` as the number of users: users join by
     themselves, and B is a number of users. At most k examples of each user who joins are in the
@@ -336,6 +347,19 @@ class PoissonSampling(RandomSizes):
         generator = draws.generator(key, b"poisson", step)
         chosen = bernoulli(generator, num_examples, self.sampling_probability)
         return at_most(generator, chosen, self.max_batch_size)
+
+    def places_for(self, num_drawn: int) -> int:
+        """Somewhat more places than were drawn, at most B.
+
+        Args:
+          num_drawn: how many examples, or users, the batch has.
+
+        >>> sampling = PoissonSampling(0.05, max_batch_size=128, steps=1)
+        >>> [sampling.places_for(n) for n in (0, 64, 70, 120)]
+        [40, 80, 88, 128]
+        """
+        wanted = max(num_drawn + _LEAST_EMPTY, _LEAST_PLACES)
+        return min(-(-wanted // _STEP_OF_PLACES) * _STEP_OF_PLACES, self.max_batch_size)
 
     @property
     def share(self) -> float:

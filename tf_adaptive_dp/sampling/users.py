@@ -78,7 +78,12 @@ class UserRecords:
         return found
 
     def place(
-        self, sampling: draws.Sampling, step: int, key: bytes, gradient_accumulation_steps: int = 1
+        self,
+        sampling: draws.Sampling,
+        step: int,
+        key: bytes,
+        gradient_accumulation_steps: int = 1,
+        equal_rows: bool = True,
     ) -> np.ndarray:
         """The rows of the batch of a step: [parts, rows per part], with indices of examples.
 
@@ -93,9 +98,10 @@ class UserRecords:
           step: the number of the step.
           key: 32 secret bytes.
           gradient_accumulation_steps: the number of parts; a user is in one of them.
+          equal_rows: see `Sampling.place`.
         """
         k = sampling.examples_per_user or 1
-        users = sampling.place(self.num_users, step, key, gradient_accumulation_steps)
+        users = sampling.place(self.num_users, step, key, gradient_accumulation_steps, equal_rows)
         parts, places = users.shape
         users = users.reshape(-1)
         random = draws.generator(key, b"records", step)

@@ -31,8 +31,8 @@ from tf_adaptive_dp.validation.per_example import batch_specs
 _NOT_COMPILED = "not compiled"
 _COMPILE = "Call `model.compile` with this optimizer before `validate`."
 _ONE_SIZE = (
-    "Nothing to do if all batches have one static size, as with `drop_remainder=True` or "
-    "`poisson_batches`: the step compiles for that size."
+    "Nothing to do if all batches have one static size, as with `drop_remainder=True`, "
+    "`poisson_batches` or `plan.fit(..., equal_rows=True)`: the step compiles for that size."
 )
 _KEEP_ELSEWHERE = "Leave it out, keep it in a metric, or reset it before you share the model."
 _TRAIN_PRIVATELY = "Let the private optimizer train it too, or keep private data out of its loss."
