@@ -1,15 +1,16 @@
-"""What private training costs, padding included: Poisson batches beside the ones that Keras makes.
+"""What private training costs, padding included: `plan.fit` beside `fit` with Keras's SGD.
 
-No privacy claim: the data is random. `fit` trains one model with Keras's SGD on shuffled batches,
-and another one with ADADP on Poisson batches, whose sizes are random and which are padded to one
-shape. They have as many examples on average, so a step stands for the same number in both. The two
-take turns; a turn is a call of `fit`.
+No privacy claim: the data is random. `PrivacyPlan.fit` trains one model with ADADP on Poisson
+batches, whose sizes are random, and `fit` another one with SGD on shuffled batches. Their batches
+have as many examples on average, so a step stands for the same number in both. They take turns: an
+epoch of one follows an epoch of the other.
 
-CPU time is that of all threads of this process, drawing and reading batches included. The ratio of
-each round is that of neighboring turns; its quartiles over the rounds are shown.
+CPU time is that of all threads of this process: drawing and reading batches, padding, the callbacks
+of a plan. The ratio of each round is that of neighboring epochs; its quartiles over the rounds are
+shown. "Rows" is the mean number of rows of a private batch, and "room" that of the largest.
 
     python -m benchmarks.steps.epochs
-    python -m benchmarks.steps.epochs --models cnn --batch_sizes 64 1024
+    python -m benchmarks.steps.epochs --models cnn --batch_sizes 64 1024 --equal_rows
 """
 
 from __future__ import annotations
@@ -19,27 +20,52 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from benchmarks.core import parser, quartiles
 from benchmarks.steps.variants import MODELS, data
 
-NUM_EXAMPLES = 60_000
 
+class Turns(tf.keras.callbacks.Callback):
+    """Measures the epochs of a private training, and after each of them an epoch of another one.
 
-def trainings(
-    name: str, batch_size: int, sampling: dp.PoissonSampling, steps: int
-) -> dict[str, Callable[[], Any]]:
-    """One function per kind, each of which trains its own model for some steps.
-
-    Args:
-      name: the model.
-      batch_size: that of Keras's batches, and the expected one of ours.
-      sampling: draws our batches, for all turns.
-      steps: the steps of a turn.
+    Attributes:
+      private: CPU seconds of each epoch.
+      plain: CPU seconds of each call of `run_plain`.
     """
-    x, y = data(name, NUM_EXAMPLES)
+
+    def __init__(self, run_plain: Callable[[], Any]):
+        super().__init__()
+        self._run_plain, self._start = run_plain, 0.0
+        self.private: list[float] = []
+        self.plain: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Starts the clock."""
+        self._start = time.process_time()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Takes the time, and runs the other training."""
+        now = time.process_time()
+        self.private.append(now - self._start)
+        self._run_plain()
+        self.plain.append(time.process_time() - now)
+
+
+def mean_rows(sampling: dp.PoissonSampling, num_examples: int, equal_rows: bool) -> float:
+    """The mean number of rows of a batch."""
+    if equal_rows:
+        return sampling.rows
+    random = np.random.default_rng(0)
+    sizes = random.binomial(num_examples, sampling.sampling_probability, 10_000)
+    return float(np.mean([sampling.places_for(size) for size in sizes.tolist()]))
+
+
+def compare(name: str, batch_size: int, rounds: int, steps: int, equal_rows: bool) -> list[float]:
+    """Prints a row, and returns the ratios of the rounds."""
+    x, y = data(name, steps * batch_size)
     make, shape, are_words = MODELS[name]
 
     def model(optimizer: tf.keras.optimizers.Optimizer) -> tf.keras.Model:
@@ -48,33 +74,25 @@ def trainings(
         made.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return made
 
+    plan = dp.PrivacyPlan(
+        noise_multiplier=1.0,
+        delta=1e-5,
+        num_examples=len(x),
+        batch_size=batch_size,
+        epochs=rounds + 1,
+    )
     plain = model(tf.keras.optimizers.SGD(0.01))
-    private = model(dp.ADADP(1.0, 1.0, expected_batch_size=float(batch_size)))
-    batches = dp.poisson_batches((x, y), sampling)
-    how = {"steps_per_epoch": steps, "verbose": 0}
-    return {
-        "plain": lambda: plain.fit(x, y, batch_size=batch_size, **how),
-        "private": lambda: private.fit(batches, shuffle=False, **how),
-    }
-
-
-def compare(name: str, batch_size: int, rounds: int, steps: int) -> list[float]:
-    """Prints a row, and returns the ratios of the rounds."""
-    sampling = dp.PoissonSampling.for_batch_size(batch_size, NUM_EXAMPLES, steps * (rounds + 1))
-    functions = trainings(name, batch_size, sampling, steps)
-    times: dict[str, list[float]] = {kind: [] for kind in functions}
-    for number in range(rounds + 1):
-        for kind in sorted(functions, reverse=number % 2 == 0):  # neither is always the first
-            start = time.process_time()
-            functions[kind]()
-            if number:  # the first round compiles
-                times[kind].append(1e3 * (time.process_time() - start) / steps)
+    turns = Turns(lambda: plain.fit(x, y, batch_size=batch_size, verbose=0))
+    private = model(plan.optimizer(dp.ADADP))
+    plan.fit(private, x, y, callbacks=turns, equal_rows=equal_rows, verbose=0)
+    times = {"plain": turns.plain[1:], "private": turns.private[1:]}  # the first round compiles
     ratios = [b / a for a, b in zip(times["plain"], times["private"])]
     lower, median, upper = quartiles(ratios)
+    plain_ms, private_ms = (1e3 * statistics.median(of) / steps for of in times.values())
+    rows = mean_rows(plan.sampling, len(x), equal_rows)
     print(
-        f"| {name} | {batch_size:,} | {sampling.rows:,} | {statistics.median(times['plain']):.2f} "
-        f"| {statistics.median(times['private']):.2f} "
-        f"| {median:.2f} ({lower:.2f} to {upper:.2f}) |",
+        f"| {name} | {batch_size:,} | {rows:,.0f} | {plan.sampling.rows:,} | {plain_ms:.2f} "
+        f"| {private_ms:.2f} | {median:.2f} ({lower:.2f} to {upper:.2f}) |",
         flush=True,
     )
     return ratios
@@ -85,15 +103,16 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments.add_argument("--batch_sizes", nargs="+", type=int, default=[64, 256, 1024])
-    arguments.add_argument("--rounds", type=int, default=9, help="turns of each kind (9)")
-    arguments.add_argument("--steps", type=int, default=100, help="steps in a turn (100)")
+    arguments.add_argument("--rounds", type=int, default=9, help="epochs of each kind (9)")
+    arguments.add_argument("--steps", type=int, default=100, help="steps of an epoch (100)")
+    arguments.add_argument("--equal_rows", action="store_true", help="pad to the largest batch")
     args = arguments.parse_args()
     print(f"{args.rounds} rounds of {args.steps} steps; CPU ms per step\n")
-    print("| model | batch size | rows | Keras's SGD | ADADP | ratio |")
-    print("| --- | ---: | ---: | ---: | ---: | --- |")
+    print("| model | batch size | rows | room | Keras's SGD | ADADP | ratio |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     for name in args.models:
         for batch_size in args.batch_sizes:
-            compare(name, batch_size, args.rounds, args.steps)
+            compare(name, batch_size, args.rounds, args.steps, args.equal_rows)
 
 
 if __name__ == "__main__":
