@@ -552,6 +552,63 @@ def test_variables_that_change_within_a_run_are_refused():
         released_by(run, 1, size=80)
 
 
+def step_of(mechanism, size, mode):
+    """A traced step whose gradients are zeros of this size, which returns what it releases."""
+    rows = [np.zeros([1, size], "float32")]
+    step = zoo.in_mode(mode, lambda r: mechanism.release(zoo.Rows(r), 1)[0], rows)
+    step.get_concrete_function()
+    return lambda: step(*rows).numpy()
+
+
+def test_steps_for_other_variables_are_refused_even_if_they_were_traced_before_the_first_one():
+    # Each would cancel its own noise only, as if the releases of the other had not come between.
+    for first, second in ((64, 160), (160, 64)):
+        run = mechanism_of(BandedNoise(3))
+        steps = {size: step_of(run, size, "graph of fixed size") for size in (64, 160)}
+        steps[first]()
+        with pytest.raises(tf.errors.InvalidArgumentError, match="variables that are trained chan"):
+            steps[second]()
+        steps[first]()
+        assert run.ledger.segments == [(1.0, 1.0, 2)]
+        run = mechanism_of(BandedNoise(3))
+        steps = {size: step_of(run, size, "xla") for size in (64, 160)}
+        for size in (first, second, first):
+            steps[size]()
+        assert run.ledger.segments[0] == (1.0, 1.0, 1)  # by XLA, the others may be without noise
+        assert run.ledger.segments[1][0] == 0.0
+
+
+def test_a_step_that_trains_two_sets_of_variables_in_turn_is_refused():
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4, noise=FOUR_BANDS, learning_rate=0.1)
+    sets = [tf.Variable(tf.zeros([8])), tf.Variable(tf.zeros([24]))]
+    optimizer.build(sets)
+
+    @tf.function(autograph=False)
+    def step(x):
+        for variable in sets:
+            with tf.GradientTape() as tape:
+                loss = x * tf.reduce_sum(variable)
+            optimizer.minimize(loss, [variable], tape)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="an optimizer of its own"):
+        step(tf.ones([4]))
+    assert optimizer.ledger.num_releases == 1
+
+
+def test_another_process_may_go_on_with_the_noise_of_fewer_variables():
+    # What stands at a place cancels the noise that was released there.
+    key, new = new_noise_key(0), new_noise_key(2)
+    before = released_by(resumed(BandedNoise(3), [key], 0), 2, size=160)
+    run = resumed(BandedNoise(3), [key, new], 2)
+    steps = {size: step_of(run, size, "graph of fixed size") for size in (160, 64)}
+    after = np.stack([steps[64]() for _ in range(2)])
+    whole = released_by(resumed(BandedNoise(3), [key, new], 2), 2, size=160)
+    np.testing.assert_allclose(after, whole[:, :64], atol=1e-5)
+    assert np.abs(before).max() > 0
+    with pytest.raises(tf.errors.InvalidArgumentError, match="variables that are trained changed"):
+        steps[160]()
+
+
 def test_a_state_of_another_strategy_is_not_taken_for_one_s_own(tmp_path):
     def checkpoint_of(strategy):
         variables = {}

@@ -25,6 +25,8 @@ _CREATION = threading.Lock()
 _DRAWS_PER_RELEASE = 32
 # In place of the code of groups, which is not negative.
 _NO_GROUPS = -1
+# In place of the size of the noise, which is positive.
+_NO_SIZE = 0
 
 _NO_KEY = (
     "The noise of this optimizer cancels noise of earlier releases, which is known only to the "
@@ -34,6 +36,13 @@ _NO_KEY = (
     "num_examples)`, what this one spent."
 )
 
+
+_OTHER_VARIABLES = (
+    "The variables that are trained changed, so the noise of earlier steps cannot be canceled in "
+    "them. With correlated noise all steps of an optimizer must train the same variables: "
+    "differentiate the sum of the losses once, or give each set of variables an optimizer of its "
+    "own."
+)
 
 _OUT_OF_ORDER = (
     "The batch was drawn for another step, from other groups of examples than earlier ones, or "
@@ -222,8 +231,8 @@ def _recurrence(strategy: NoiseStrategy) -> _Recurrence:
 class _Secret:
     """What is known of the noise and its batches, all of it unsaved.
 
-    These are the key, the number of the next release, the noise that is taken back, and the groups
-    of examples that this process's first batch came from.
+    These are the key, the number of the next release, the noise that is taken back, of how many
+    numbers it is, and the groups of examples that this process's first batch came from.
 
     The noises w_{t-1}, ..., w_{t-b+1}, or those of the nodes of a tree, are as secret as the key:
     with one of them, anybody can remove the noise from a released gradient. They are in variables
@@ -231,7 +240,7 @@ class _Secret:
     objects start without them.
     """
 
-    __slots__ = ("_seed", "groups", "keys", "next", "past")
+    __slots__ = ("_seed", "groups", "keys", "next", "past", "size")
 
     def __init__(self, seed: int | None):
         self._seed = seed
@@ -242,6 +251,8 @@ class _Secret:
             # The key in use, and the number of the next release.
             self.next = tf.Variable([first.key, 0], dtype=tf.int64, trainable=False)
             self.groups = tf.Variable(_NO_GROUPS, dtype=tf.int64, trainable=False)
+            # The `past` that was released with; there may be others, of steps that were traced.
+            self.size = tf.Variable(_NO_SIZE, dtype=tf.int64, trainable=False)
 
     def __reduce__(self) -> tuple:
         return _Secret, (self._seed,)
@@ -337,18 +348,33 @@ class CorrelatedNoise:
         self._secret.keys = list(keys)
         self._secret.next.assign([keys[-1].key, num_releases])
         self._secret.groups.assign(_NO_GROUPS)
+        self._secret.size.assign(_NO_SIZE)
         for past in self._secret.past.values():
             past.assign(self._replayed(past.shape[1]))
 
-    def check_order(self, order: Order | None, num_releases: tf.Tensor) -> OrderCheck:
+    def check_order(
+        self, order: Order | None, num_releases: tf.Tensor, sums: Sequence[tf.Tensor]
+    ) -> OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for.
 
         Args:
           order: which step the batch was drawn for; `None` if that is unknown.
           num_releases: how many releases the ledger holds, which is the number of the next one.
+          sums: the tensors that are to be released, of known shapes.
+
+        Raises:
+          ValueError: if the noise so far is that of other variables.
         """
+        size = sum(aligned([s.shape.num_elements() for s in sums]))
+        self._require_size(size)
         fits = self.fits(num_releases)
         rejects = [assert_true(fits, [_NO_KEY, "Received: releases in the ledger:", num_releases])]
+        # A step that was traced before the first release has not been refused.
+        known = self._size()
+        same = tf.equal(known, size) | tf.equal(known, _NO_SIZE)
+        received = ["Received: noise for", size, "numbers after", known]
+        rejects.append(assert_true(same, [_OTHER_VARIABLES, *received]))
+        fits &= same
         shown, in_order, groups = tf.constant(False), tf.constant(True), None
         if order is not None and self.strategy.bands is not None:
             shown = order.shown
@@ -421,6 +447,7 @@ class CorrelatedNoise:
         with tf.control_dependencies([tf.convert_to_tensor(kept)]):
             written = [
                 own.assign(tf.stack([key, number + 1])),
+                local_copies(self._secret.size)[0].assign(size),
                 self.saved.assign(tf.stack([number + 1, self.saved.read_value()[1]])),
             ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
@@ -434,17 +461,23 @@ class CorrelatedNoise:
             if size in secret.past:
                 return secret.past[size]
             with tf.init_scope():
-                if secret.past and int(self.number()):
-                    raise ValueError(
-                        "The variables that are trained changed, so the noise of earlier steps "
-                        "cannot be canceled in them. Train them with a new optimizer. Received: "
-                        f"noise for {size} numbers after {list(secret.past)}"
-                    )
                 start = self._replayed(size)
                 with uncounted_variables():
                     made = tf.Variable(start, trainable=False, name="past_noise")
-            secret.past = {size: local_copies(made)[0]}
+            secret.past[size] = local_copies(made)[0]
             return secret.past[size]
+
+    def _require_size(self, size: int) -> None:
+        """Raises ValueError if this process's releases have noise of another size."""
+        with tf.init_scope():
+            known = int(self._size())
+        if known not in (_NO_SIZE, size):
+            raise ValueError(f"{_OTHER_VARIABLES} Received: noise for {size} numbers after {known}")
+
+    def _size(self) -> tf.Tensor:
+        """Of how many numbers the noise of this process is, an int64 scalar; 0 if of none yet."""
+        (own,) = local_copies(self._secret.size)
+        return own.read_value()
 
     def _replayed(self, size: int) -> tf.Tensor:
         """[rows, size], the state before the next release, drawn again with the keys.

@@ -87,8 +87,9 @@ class GaussianMechanism:
       gradients together amount to σ.
     - With a `noise` strategy, the noise of a release cancels part of earlier noise (see
       `accounting.noise_strategies`). A step whose batch, or part of one, was drawn for another
-      step, or whose ledger does not belong to the noise, fails before the release. XLA drops
-      assertions; there such a release counts as one without noise.
+      step, that trains other variables than the steps before it, or whose ledger does not belong to
+      the noise, fails before the release. XLA drops assertions; there such a release counts as one
+      without noise.
     - With `histograms` every release has two parts, of which one is zero before the noise: the
       histograms until they are complete, and the gradients from then on.
     - A `"measured"` C is 1 until a histogram of the norms of gradients is complete, and from then
@@ -319,7 +320,7 @@ class GaussianMechanism:
         """Releases a batch that did not arrive in parts."""
 
         def record() -> list[tf.Tensor]:
-            checked = self._check_order(arrived.order)
+            checked = self._check_order(arrived.order, batch)
             with tf.control_dependencies(self._remember(arrived, checked)):
                 draw = self.seen.add(arrived.number, tf.constant(True))
                 return self._record(batch, arrived.size, draw, checked).flat()
@@ -364,7 +365,7 @@ class GaussianMechanism:
         """
 
         def add() -> list[tf.Tensor]:
-            checked = self._check_order(arrived.order)
+            checked = self._check_order(arrived.order, part)
             # A part that was drawn for another step fails here; under XLA it marks its batch.
             marked = part._replace(
                 out_of_order=tf.cast(~checked.in_order, tf.float32),
@@ -391,7 +392,7 @@ class GaussianMechanism:
         """
 
         def record() -> list[tf.Tensor]:
-            order = self._check_order(None)  # of the noise; each part was checked as it arrived
+            order = self._check_order(None, batch)  # of the noise; each part was checked as it arrived
             order = order.with_parts(batch.out_of_order, batch.order_unknown)
             with tf.control_dependencies(self._remember(arrived, order)):
                 return self._record(batch, arrived.size, draw, order).flat()
@@ -454,10 +455,10 @@ class GaussianMechanism:
             self._add_to(self.histograms, counts, clip, record)
         return [s * factor for s in noisy]
 
-    def _check_order(self, order: Order | None) -> OrderCheck:
+    def _check_order(self, order: Order | None, batch: _Sums) -> OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for."""
         if isinstance(self.generator, CorrelatedNoise):
-            return self.generator.check_order(order, self.ledger.count())
+            return self.generator.check_order(order, self.ledger.count(), batch.sums)
         return OrderCheck.any_order()
 
     def _remember(self, arrived: _Arrived, order: OrderCheck) -> list[tf.Operation | tf.Tensor]:
