@@ -368,6 +368,38 @@ def test_a_model_may_be_unbuilt_and_leave_variables_out_of_the_loss():
     assert len(largest) == 4 and sorted(m > 0 for m in largest) == [False, False, True, True]
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("rule", ["adam", "rmsprop", "gradient"])
+def test_each_variable_has_its_own_statistics_whatever_the_optimizer_was_built_for(rule):
+    def moments(reverse, freeze):
+        """Of each variable by its name, after two refreshes."""
+        tf.keras.utils.set_random_seed(1)
+        layers = [tf.keras.layers.Dense(3, name=name) for name in "abc"]
+        model = tf.keras.Sequential([tf.keras.Input([3]), *layers])
+        information = public(tf.data.Dataset.from_tensors((ROWS, ROWS)), rule=rule)
+        if rule == "gradient":
+            optimizer = dp.optimizers.baselines.PDADPMD(information, 1.0, 1.0, mixing=0.5)
+        else:
+            optimizer = dp.AdaDPS(information, 1.0, 1.0)
+        variables = model.trainable_variables[:: -1 if reverse else 1]
+        optimizer.build(variables)
+        layers[0].trainable = not freeze
+        model.compile(optimizer, loss="mse")
+        information.update(model)
+        information.update(model)
+        _, *kept = optimizer.side_information_state
+        values = [[v.numpy() for v in of_variable] for of_variable in zip(*kept)]
+        names = [getattr(v, "path", v.name).split("/")[-2:] for v in variables]
+        return {"/".join(name): found for name, found in zip(names, values)}
+
+    plain = moments(reverse=False, freeze=False)
+    for reverse, freeze in ((True, False), (False, True), (True, True)):
+        found = moments(reverse, freeze)
+        for name, values in found.items():
+            expected = [np.zeros_like(v) for v in values] if freeze and name[0] == "a" else None
+            np.testing.assert_array_equal(values, plain[name] if expected is None else expected)
+
+
 def test_an_optimizer_inside_of_loss_scaling_is_found():
     information = public(tf.data.Dataset.from_tensors((ROWS, TARGETS)))
     optimizer = dp.optimizers.baselines.AdaS(information)

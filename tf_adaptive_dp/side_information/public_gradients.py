@@ -15,6 +15,7 @@ from tf_adaptive_dp._keras.callers import running_fit
 from tf_adaptive_dp._keras.datasets import holds_the_same
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import uncounted_loss_of_step
+from tf_adaptive_dp._keras.optimizers import has_slots_for, slot_index
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import dense_gradients
 from tf_adaptive_dp.accounting.ledger import has_ledger
@@ -290,19 +291,28 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
             if strategy.num_replicas_in_sync > 1:  # workers may read the data in different orders
                 context = tf.distribute.get_replica_context()
                 gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
-            self._record(optimizer.side_information_state, gradients)
+            # The optimizer may have been built for more variables, or in another order. One that it
+            # was not built for is refused by the step.
+            pairs = zip(model.trainable_variables, gradients)
+            known = [(slot_index(optimizer, v), g) for v, g in pairs if has_slots_for(optimizer, v)]
+            self._record(optimizer.side_information_state, known)
 
         self._refresh = tf.function(lambda batch: strategy.run(refresh, args=(batch,)))
 
-    def _record(self, state: list[list[tf.Variable]], gradients: Sequence[tf.Tensor]) -> None:
+    def _record(
+        self, state: list[list[tf.Variable]], gradients: Sequence[tuple[int, tf.Tensor]]
+    ) -> None:
+        """Takes in the public gradients of variables, each with its place in the state."""
         (num_refreshes,), seconds, *firsts = state
-        for moment, g in zip(seconds, gradients):
+        for k, g in gradients:
+            moment = seconds[k]
             if self.rule == "gradient":
                 moment.assign(g)
                 continue
             moment.assign(second_moment.next_second_moment(self.rule, moment, g, self.beta))
-        for moment, g in zip(firsts[0] if firsts else (), gradients):
-            moment.assign(effective_step_size.first_moment(moment, g, self.beta))
+            for of_variables in firsts:
+                first = of_variables[k]
+                first.assign(effective_step_size.first_moment(first, g, self.beta))
         num_refreshes.assign_add(1)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
