@@ -150,6 +150,17 @@ def test_the_parts_of_a_batch_count_once():
     assert float(optimizer.side_information_state[0][0]) == 3
 
 
+def test_the_scales_do_not_change_between_the_parts_of_a_batch():
+    # After three gradients they are due, but a step of ADADP has two; they must wait for the end of
+    # the fourth batch, not for its first part.
+    optimizer = dp.ADADP(
+        1.0, 0.3, side_information=DelayedPreconditioner(), gradient_accumulation_steps=2
+    )
+    used = [scale for _, scale in steps(optimizer, 17)]
+    changes = [k for k in range(1, 17) if (used[k] != used[k - 1]).any()]
+    assert changes == [8, 16]
+
+
 def test_it_learns_from_gradients_beside_those_of_regularizers():
     optimizer, kernel = sgd(), tf.Variable(tf.ones([6, 1]))
 
