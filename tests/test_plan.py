@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shutil
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -448,6 +449,26 @@ def test_a_run_spends_what_was_planned_and_no_more():
         assert not [w for w in caught if "already trained" in str(w.message)]  # nothing is trained
         for _ in range(2):
             plan.fit(model_of(plan), X, Y, verbose=0)
+    assert len([w for w in caught if "already trained" in str(w.message)]) == 1
+
+
+@pytest.mark.slow_on(2)
+def test_models_that_one_plan_trains_at_once_are_warned_of():
+    plan = planned()
+    models = [model_of(plan) for _ in range(2)]
+    both_train = threading.Barrier(2, timeout=60)
+
+    def train(model):
+        wait = tf.keras.callbacks.LambdaCallback(on_train_begin=lambda logs: both_train.wait())
+        plan.fit(model, X, Y, callbacks=[wait], verbose=0)
+
+    with pytest.warns(UserWarning, match="already trained another model") as caught:
+        threads = [threading.Thread(target=train, args=[model]) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [model.optimizer.ledger.num_releases for model in models] == [16, 16]
     assert len([w for w in caught if "already trained" in str(w.message)]) == 1
 
 

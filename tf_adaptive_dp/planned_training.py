@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,9 @@ from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 from tf_adaptive_dp.validation.layer_findings import has_own
 
+# Of threads that begin to train with one plan at the same time, at least one has to warn.
+_BEGINNING = threading.Lock()
+
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
     "what all of it has cost. If `HonestTuner` trained it, its `privacy_statement()` can, and no "
@@ -99,6 +103,7 @@ class PlannedTraining:
             if paid
         }
         self._made: weakref.WeakSet = weakref.WeakSet()  # optimizers that the plan made
+        self._running: weakref.WeakSet = weakref.WeakSet()  # those that train at this moment
         self._warned_of_second_model = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,11 +119,11 @@ class PlannedTraining:
             "_rows": self.history if is_kept else [],
             # The optimizer comes with the model, which Keras knows how to copy, and the callback
             # holds files.
-            **dict.fromkeys(("_optimizer", "_history", "_made")),
+            **dict.fromkeys(("_optimizer", "_history", "_made", "_running")),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _made=weakref.WeakSet())
+        vars(self).update(state, _made=weakref.WeakSet(), _running=weakref.WeakSet())
         self._optimizer = getattr(self.model, "optimizer", None)
 
     def note_optimizer(self, optimizer: Any) -> None:
@@ -260,6 +265,7 @@ class PlannedTraining:
             equal_rows |= not _rows_may_differ(model, source, self._plan.sampling)
             return self._fit(model, source, run, callbacks, equal_rows, fit_arguments)
         finally:
+            self._running.discard(model.optimizer)
             # Not before its first step, in which a copy learns what it was trained behind.
             if model.optimizer.ledger.num_recorded_here > recorded:
                 for layer in normalizations:
@@ -458,26 +464,34 @@ class PlannedTraining:
         return all_layers
 
     def _warn_of_second_model(self, model: keras.Model, run: RunDirectory | None) -> None:
-        """Warns, once, that a model of the plan is not its first.
+        """Warns, once, that a model of the plan is not its first, or not the only one now."""
+        with _BEGINNING:
+            at_once = any(running is not model.optimizer for running in self._running)
+            self._running.add(model.optimizer)
+        if self._warned_of_second_model or not (at_once or self._is_second_model(model, run)):
+            return
+        self._warned_of_second_model = True
+        warnings.warn(
+            "This plan has already trained another model on these examples. The statement of "
+            "each model is about that model alone: publishing both, or choosing between them, "
+            "spends more. `HonestTuner` accounts for such a choice.",
+            stacklevel=4,
+        )
+
+    def _is_second_model(self, model: keras.Model, run: RunDirectory | None) -> bool:
+        """Whether the plan has trained another model, whose releases this one does not count.
 
         One that resumes the run of the first in its directory counts what that has released.
         """
         before = self._optimizer
-        if before is None or before is model.optimizer or self._warned_of_second_model:
-            return
+        if before is None or before is model.optimizer:
+            return False
         if run is not None and _place_of(run) == self._directory:
             # Not if the directory was emptied in between.
             if run.log.num_releases >= before.ledger.num_releases:
-                return
+                return False
         released = before.ledger.segments
-        if released and not Ledger.extends(model.optimizer.ledger.segments, released):
-            self._warned_of_second_model = True
-            warnings.warn(
-                "This plan has already trained another model on these examples. The statement of "
-                "each model is about that model alone: publishing both, or choosing between them, "
-                "spends more. `HonestTuner` accounts for such a choice.",
-                stacklevel=4,
-            )
+        return bool(released) and not Ledger.extends(model.optimizer.ledger.segments, released)
 
 
 def _place_of(run: RunDirectory | None) -> str | None:
