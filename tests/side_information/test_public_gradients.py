@@ -70,6 +70,14 @@ def test_it_is_refreshed_between_the_steps_of_adadp_only(every, numbers, expecte
     assert steps(optimizer, numbers, information) == expected
 
 
+def test_the_minibatches_between_refreshes_are_whole_ones():
+    # `fit` counts the parts of a batch.
+    information = public(every=2)
+    optimizer = dp.AdaDPS(information, 1.0, 1.0, gradient_accumulation_steps=3)
+    found = steps(optimizer, range(13), information)
+    assert [k for k, refreshed in enumerate(found) if refreshed] == [0, 6, 12]
+
+
 def test_a_custom_loop_cannot_refresh_in_the_middle_of_a_step_of_adadp():
     information = public()
     optimizer = dp.ADADP(1.0, 1.0, side_information=information)
