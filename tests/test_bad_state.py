@@ -131,6 +131,7 @@ def state_of(tmp_path, **kwargs):
     return model, tmp_path / "m.weights.h5"
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("saved, own", [("users", "examples"), ("examples", "users")])
 def test_what_was_spent_on_another_unit_is_not_taken_for_this_one(saved, own, tmp_path):
     old, path = state_of(tmp_path, **UNITS[saved])
@@ -149,6 +150,7 @@ def test_what_was_spent_on_another_unit_is_not_taken_for_this_one(saved, own, tm
     assert 0 < epsilon(model.optimizer) < math.inf
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("saved, own", [(CORRELATED, {}), ({}, CORRELATED)])
 def test_correlated_and_independent_releases_are_not_counted_together(saved, own, tmp_path):
     _, path = state_of(tmp_path, **saved)

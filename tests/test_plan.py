@@ -105,6 +105,7 @@ def test_the_usual_batches_of_users_are_counted_in_users():
     assert (plan.batch_size, plan.steps) == (3, 693)
 
 
+@pytest.mark.slow_on(2)
 def test_other_events_are_paid_for():
     event = dp_accounting.GaussianDpEvent(3.0)
     plan = PrivacyPlan(3.0, **NUMBERS, other_events=[event])
@@ -687,6 +688,7 @@ def thawed(model):
     return model
 
 
+@pytest.mark.slow_on(2)
 def test_a_phase_that_was_trained_outside_of_the_plan_is_no_part_of_its_statement():
     """The statement was that of the first phase, and called proven."""
     plan = planned()
@@ -700,6 +702,7 @@ def test_a_phase_that_was_trained_outside_of_the_plan_is_no_part_of_its_statemen
         plan.statement()
 
 
+@pytest.mark.slow_on(2)
 def test_training_without_noise_after_the_plan_is_warned_of(recwarn):
     plan = planned()
     model = model_of(plan)
@@ -714,6 +717,7 @@ def test_training_without_noise_after_the_plan_is_warned_of(recwarn):
         plan.statement()
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.filterwarnings("ignore:.*made by a plan")
 def test_a_plan_does_not_take_batches_of_others_for_its_draws_in_a_second_phase():
     """A copy of the optimizer did not know how the batches before it were drawn."""
@@ -729,6 +733,7 @@ def test_a_plan_does_not_take_batches_of_others_for_its_draws_in_a_second_phase(
         plan.statement()
 
 
+@pytest.mark.slow_on(2)
 def test_a_second_phase_does_not_go_on_after_batches_without_room_for_padding():
     plan = planned()
     model = model_of(plan)
@@ -739,6 +744,7 @@ def test_a_second_phase_does_not_go_on_after_batches_without_room_for_padding():
         plan.fit(model, X, Y, verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_less_room_in_earlier_batches_may_cost_a_longer_plan_a_hundredth_and_no_more():
     plan, of_epsilon = planned(), for_epsilon_2()
 
@@ -751,6 +757,7 @@ def test_less_room_in_earlier_batches_may_cost_a_longer_plan_a_hundredth_and_no_
     assert limit(of_epsilon, 24) == 2.0  # which was promised
 
 
+@pytest.mark.slow_on(2)
 def test_a_copy_knows_the_room_of_the_batches_before_it():
     """The first phase had less room, and so more truncation, than epsilon was told."""
     plan = planned()
@@ -1281,6 +1288,7 @@ def test_statistics_that_keras_adapted_are_warned_of(recwarn):
         assert "`plan.normalization(x)`" in message and warned.filename == __file__
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("units", ["pixels", "prices", "usual"])
 def test_inputs_and_targets_in_raw_units_are_warned_of(units):
     plan = planned(epochs=1)
@@ -1310,6 +1318,7 @@ def test_prices_and_small_weights_are_warned_of_before_a_model_is_built():
         plan.fit(made, X, 1e5 * X[:, 0], small, verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_missing_values_are_warned_of_before_a_step():
     plan = planned(epochs=1)
     x = X.copy()
@@ -1344,6 +1353,7 @@ def test_weights_that_are_not_finite_are_refused_before_a_step():
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("padding", ["zeros", "that has no finite gradient"])
 @pytest.mark.parametrize("gaps", [0, 5])
@@ -1417,6 +1427,7 @@ def test_validation_data_may_hold_strings_as_training_data_do(kind):
     assert np.isfinite(history["val_loss"]).all()
 
 
+@pytest.mark.slow_on(2)
 def test_the_normalization_of_a_plan_is_not_warned_of(recwarn):
     plan = planned(epochs=1, normalize_inputs=True)
     layers = [tf.keras.Input(X.shape[1:]), plan.normalization(X), tf.keras.layers.Dense(4)]
@@ -1525,6 +1536,7 @@ def test_accumulated_batches_count_once(tmp_path):
     assert history.epoch == [0, 1]
 
 
+@pytest.mark.slow_on(2)
 def test_training_outside_of_the_plan_is_noticed_at_the_first_step():
     """900 steps went by in silence, and `statement` then advised to train again."""
     plan = planned()

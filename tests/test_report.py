@@ -74,6 +74,7 @@ def test_the_page_says_what_the_statement_says_and_loads_nothing():
     assert page == report.page(facts())
 
 
+@pytest.mark.slow_on(2)
 def test_figures_without_noise_stand_apart_and_only_if_there_are_some():
     page = report.page(facts())
     private, raw = page.split('<section class="raw">')
@@ -118,6 +119,7 @@ def test_the_json_file_is_strict_json_even_without_privacy(tmp_path):
     assert "infinite: NOT PRIVATE" in (tmp_path / "new" / "report.html").read_text()
 
 
+@pytest.mark.slow_on(2)
 def test_noise_with_a_seed_is_called_not_private():
     data = report.facts(optimizer(seed=1234567), N, DELTA, sampling=SAMPLING)
     assert data["privacy"]["seeded_noise"] and not facts()["privacy"]["seeded_noise"]
@@ -155,6 +157,7 @@ def test_a_metric_of_the_training_data_is_not_shown_as_if_it_were_private():
         facts(test_metric="loss")
 
 
+@pytest.mark.slow_on(2)
 def test_no_file_of_a_report_takes_the_place_of_another(tmp_path):
     for name in ("report.json", "report.md"):
         with pytest.raises(ValueError, match=r"`path` must be .* Pass '.*report\.html'"):
@@ -188,6 +191,7 @@ def test_the_noise_is_compared_with_the_largest_signal():
     assert "largest norm of its signal | 1 |" in card  # 2 · √2500 / 100
 
 
+@pytest.mark.slow_on(2)
 def test_no_figure_of_a_report_hides_the_search_that_chose_the_model():
     made = optimizer()
     made.ledger.chosen_by_search = True

@@ -121,6 +121,7 @@ def test_the_line_stays_short_and_can_be_run_after_more_optimizers_than_a_ledger
         train(carried_by_its_configuration(carrying), weights)
 
 
+@pytest.mark.slow_on(2)
 def test_a_ledger_with_no_free_segment_is_carried_too():
     weights, old = variables(), optimizer()
     segments = [(1.0, float(size), 1) for size in range(1, old.ledger.MAX_SEGMENTS + 1)]
@@ -207,6 +208,7 @@ def test_weights_of_other_optimizers_are_not_meant():
         train(optimizer(), [*head, *base])
 
 
+@pytest.mark.slow_on(2)
 def test_releases_on_frozen_weights_that_the_loss_reads_are_told_once():
     base, head, new = variables(1), variables(1), optimizer()
     train(optimizer(), base, 3)
@@ -217,6 +219,7 @@ def test_releases_on_frozen_weights_that_the_loss_reads_are_told_once():
         train(optimizer(), variables(1))  # whose loss does not read them
 
 
+@pytest.mark.slow_on(2)
 def test_nothing_is_told_of_frozen_weights_whose_releases_the_ledger_holds():
     base, head, old = variables(1), variables(1), optimizer()
     with silent():
@@ -257,6 +260,7 @@ def test_weights_that_were_validated_amid_their_training_remember_all_releases()
         catalogue.fit(model)
 
 
+@pytest.mark.slow_on(2)
 def test_copies_of_values_and_steps_that_were_only_traced_leave_nothing():
     weights, copies = variables(), variables()
     train(optimizer(), copies, 2)
@@ -279,6 +283,7 @@ def test_nothing_is_kept_longer_than_the_weights():
     assert ledger() is None
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_step_does_not_refer_to_the_optimizer_before_it(carried):
     """Once that one was gone, the step failed: TensorFlow had noted its variables only weakly."""
@@ -314,6 +319,7 @@ def test_no_release_is_taken_for_that_of_two_ledgers_or_of_another_noise():
     assert not earlier_releases._are_alike(independent, banded)
 
 
+@pytest.mark.slow_on(2)
 def test_events_beside_the_gradients_are_told():
     weights, old = variables(), optimizer()
     old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
@@ -322,6 +328,7 @@ def test_events_beside_the_gradients_are_told():
         train(optimizer(), weights)
 
 
+@pytest.mark.slow_on(2)
 def test_events_that_were_not_taken_over_with_the_releases_are_told():
     weights, old, new = variables(), optimizer(), optimizer()
     old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
@@ -336,6 +343,7 @@ def test_events_that_were_not_taken_over_with_the_releases_are_told():
         train(type(new).from_config(old.get_config()), variables())
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("of_users", [True, False])
 def test_releases_about_another_unit_cannot_be_carried_by_their_segments(of_users):
     users = {"examples_per_user": 2}
@@ -458,6 +466,7 @@ def test_releases_whose_ledger_was_loaded_are_told_though_no_step_followed(path,
         catalogue.fit(other)
 
 
+@pytest.mark.slow_on(2)
 def test_copies_that_make_no_step_are_not_told_twice():
     weights, old = variables(2), optimizer()
     train(old, weights, 3)
@@ -476,6 +485,7 @@ def test_the_statement_says_that_it_counts_one_ledger():
     assert "does not cover what another optimizer released about the data" in " ".join(text.split())
 
 
+@pytest.mark.slow_on(2)
 def test_releases_with_correlated_noise_cannot_be_carried_by_their_segments():
     weights = variables()
     train(optimizer(noise=BandedNoise(2)), weights, steps=3)

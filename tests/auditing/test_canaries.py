@@ -75,6 +75,7 @@ def one_release_of_many_canaries(num_rows=100_000):
     return many_run_epsilon(moved[with_], moved[without], 0.01).epsilon_lower_bound, claimed
 
 
+@pytest.mark.slow_on(2)
 def test_the_gaussian_mechanism_keeps_its_word_closely():
     bound, claimed = one_release_of_many_canaries()
     assert 0.7 * claimed < bound <= claimed
@@ -116,6 +117,7 @@ def audited_training(score, num_canaries=400, epochs=2, **kwargs):
     return audit, history, sampling.epsilon_spent(model.optimizer, expected, DELTA)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("score", ["loss", "gradient"])
 def test_a_private_training_is_not_refuted(score):
@@ -126,6 +128,7 @@ def test_a_private_training_is_not_refuted(score):
     assert audit.report.num_correct > 75 + 3 * np.sqrt(150 / 4)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("score", ["loss", "gradient"])
 @pytest.mark.parametrize("fault", [no_noise, clip_times(10)], ids=["no noise", "clip"])
@@ -221,6 +224,7 @@ def test_the_loss_of_the_model_may_be_reduced(score):
         np.testing.assert_allclose(scores(loss), expected, rtol=1e-5)
 
 
+@pytest.mark.slow_on(2)
 def test_the_score_of_a_gradient_is_the_move_along_it_clipped():
     model = linear(optimizer=dp.DPSGD(0.1, 0.0, learning_rate=1.0, expected_batch_size=1.0))
     audit = PrivacyAudit(CANARIES, DELTA, score="gradient")

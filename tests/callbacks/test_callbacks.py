@@ -26,6 +26,7 @@ def train(name="DPSGD", callbacks=(), epochs=2, model=None, compile_with=(), **k
     return model, catalogue.fit(model, epochs, callbacks).history
 
 
+@pytest.mark.slow_on(2)
 def test_the_monitor_reports_the_accountants_epsilon_each_epoch():
     _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)])
     expected = [epsilon(1.0, 8 / N, steps, DELTA) for steps in (4, 8)]
@@ -34,6 +35,7 @@ def test_the_monitor_reports_the_accountants_epsilon_each_epoch():
     np.testing.assert_allclose(history["learning_rate"], [0.1, 0.1])
 
 
+@pytest.mark.slow_on(2)
 def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
     model, history = train("ADADP", [dp.PrivacyMonitor(N, DELTA, full_passes=False)], epochs=1)
     assert model.optimizer.ledger.num_releases == 4
@@ -74,6 +76,7 @@ def test_a_ledger_that_goes_back_during_training_is_refused_or_restored(tmp_path
     assert model.optimizer.ledger.num_releases == 12
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("seed", [None, 1])
 def test_noise_with_a_seed_is_marked_as_not_private(seed):
     monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
@@ -137,6 +140,7 @@ def test_tensorboard_gets_the_figures_under_tags_that_say_what_is_private(tmp_pa
     assert described == {"custom_scalars", "hparams"}
 
 
+@pytest.mark.slow_on(2)
 def test_the_monitor_warns_of_batches_larger_than_the_expected_size():
     with pytest.warns(UserWarning, match="8.0 examples on average.*`expected_batch_size`=2"):
         train(
@@ -165,6 +169,7 @@ def test_means_that_no_draw_has_are_warned_of_and_are_an_error_where_padding_is_
         of_epoch(370, dp.PoissonSampling(0.02, 60, 10))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_monitor_warns_of_batches_that_come_back_before_all_others(recwarn, swapped):
     # As `fit` swaps the batches of a `PyDataset`, where it is not told to leave them.
@@ -329,6 +334,7 @@ def test_a_statement_about_more_examples_than_were_drawn_from_is_refused():
         dp.privacy_statement(optimizer, 50_000, DELTA, sampling=sampling)
 
 
+@pytest.mark.slow_on(2)
 def test_the_monitor_states_the_guarantee_in_words():
     monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
     train(callbacks=[monitor])
@@ -343,6 +349,7 @@ def test_the_monitor_needs_a_private_optimizer():
         catalogue.fit(model, callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)])
 
 
+@pytest.mark.slow_on(2)
 def test_the_monitor_counts_side_information_that_was_released_privately():
     import dp_accounting
 
@@ -392,6 +399,7 @@ def test_a_batch_size_that_is_not_that_of_fit_is_refused(rows):
     assert model.optimizer.ledger.num_releases == 1
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("room, verbose, says", [(6, 2, True), (6, 0, False), (99, 2, False)])
 def test_the_budget_says_that_it_stopped(capsys, room, verbose, says):
     limit = epsilon(1.0, 8 / N, room, DELTA) * (1 + 1e-9)
@@ -441,6 +449,7 @@ def test_the_budget_follows_a_change_of_noise():
     assert noise_multiplier == 0.6 and releases > 1
 
 
+@pytest.mark.slow_on(2)
 def test_a_step_that_became_too_dear_is_refused():
     budget = dp.PrivacyBudget(1.0, DELTA, N, batch_size=8, full_passes=False)
     model = catalogue.mlp()
@@ -463,6 +472,7 @@ def record_statistics(model):
     model.optimizer.ledger.other_events += (dp_accounting.GaussianDpEvent(1.0),)
 
 
+@pytest.mark.slow_on(2)
 def test_the_budget_pays_for_what_else_is_released_meanwhile():
     numbers = dict(delta=DELTA, num_examples=N, full_passes=False)
     monitor = dp.PrivacyMonitor(**numbers)
@@ -580,6 +590,7 @@ def test_a_sampling_that_drew_from_other_data_is_refused(kind):
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 def test_a_sampling_that_drew_nothing_is_not_taken_for_one_whose_batches_look_alike(kind):
     # 63 rows: no batches of other tests in this process look the same, and each shows its draw,
@@ -643,6 +654,7 @@ def test_a_plan_which_leaves_padding_out_does_not_warn_of_it():
             plan.fit(model, *catalogue.data(), verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_the_budget_can_end_after_a_number_of_steps():
     budget = dp.PrivacyBudget(99.0, DELTA, 32, batch_size=8, steps=5)
     model, _ = train(callbacks=[budget])

@@ -145,6 +145,7 @@ def test_the_log_needs_a_private_optimizer(tmp_path):
         dp.ReleaseLog(tmp_path / "log").reconcile(tf.keras.optimizers.SGD())
 
 
+@pytest.mark.slow_on(2)
 def test_training_stops_when_the_run_has_its_releases(tmp_path):
     model, log = compiled(), dp.ReleaseLog(tmp_path / "log", steps=6)
     catalogue.fit(model, 5, [log])
@@ -281,6 +282,7 @@ def test_noise_may_change_between_runs(tmp_path):
     assert log.segments == optimizer.ledger.segments == [(1.0, 8.0, 5), (2.0, 8.0, 1)]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("saved", [5, 63, 64, 65, 70])
 def test_lost_segments_beyond_the_last_are_counted_at_their_worst(tmp_path, saved):
@@ -373,6 +375,7 @@ class LessNoise(tf.keras.callbacks.Callback):
         self.model.optimizer.noise_multiplier = 0.5
 
 
+@pytest.mark.slow_on(2)
 def test_noise_that_changes_after_the_announcement_is_an_error_and_logged(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
     with pytest.raises(ValueError, match="differ from those announced.*before ReleaseLog"):
@@ -382,6 +385,7 @@ def test_noise_that_changes_after_the_announcement_is_an_error_and_logged(tmp_pa
     assert log.segments == [(0.5, 8.0, 5)]
 
 
+@pytest.mark.slow_on(2)
 def test_batches_that_are_larger_than_declared_are_named(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
     x, y = catalogue.data(64)
@@ -391,6 +395,7 @@ def test_batches_that_are_larger_than_declared_are_named(tmp_path):
     assert log.segments == model.optimizer.ledger.segments == [(1.0, 64.0, 1)]
 
 
+@pytest.mark.slow_on(2)
 def test_a_ledger_that_is_turned_back_during_training_is_corrected(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
     catalogue.fit(model, 1, [log])
@@ -400,6 +405,7 @@ def test_a_ledger_that_is_turned_back_during_training_is_corrected(tmp_path):
     assert model.optimizer.ledger.segments == log.segments == [(1.0, 8.0, 8)]
 
 
+@pytest.mark.slow_on(2)
 def test_steps_that_are_taken_back_one_by_one_are_counted(tmp_path):
     class TakesBack(tf.keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):

@@ -86,6 +86,7 @@ def test_what_was_released_before_with_the_same_declaration_counts_as_large():
     assert len(warned) == 1
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_batches_of_a_fixed_size_have_the_size_that_was_declared(parts):
@@ -130,6 +131,7 @@ def _one_step(optimizer, variable, x):
     optimizer.minimize(loss, [variable], tape)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("expected", [0.01, 1.0, 7.0, 40.0, 150.0])
 def test_no_plausible_draw_is_doubted(expected):
@@ -166,6 +168,7 @@ def test_the_mean_counts_where_the_rows_are_fewer():
     assert mechanism.ledger.segments == [(2.0, 100.0, 2), (2.0, 147.0, 1)]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plausible_run_is_doubted(seed):

@@ -47,6 +47,7 @@ def test_it_is_a_tenth_of_the_upper_quartile_whatever_the_units(factor):
     assert float(mechanism.clip_norm.learned()) == mechanism.clip_norm.value
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("sigma", [2.0, 6.0])
 @pytest.mark.parametrize("clipping", ["flat", "adaptive"])
 def test_noise_takes_more_batches_in_pairs_and_hardly_moves_it(sigma, clipping):
@@ -91,6 +92,7 @@ def test_gradients_and_histogram_are_never_in_one_release(monkeypatch):
     assert not_zero == [[False, True]] * 2 + [[True, False]] * 2
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("sigma", [0.5, 3.0])
 def test_counts_and_gradients_have_the_noise_of_the_ledger(sigma):
     mechanism = mechanism_of(noise_multiplier=sigma)
@@ -200,6 +202,7 @@ def minimized(name, factor, num_steps, **kwargs):
     return optimizer, np.array(path)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("name", ["ADADP", "DPAdam", "DPSGD", "DPAdamWOSM"])
 def test_batches_that_measure_move_no_weights(name):
     optimizer, path = minimized(name, 1.0, 4, noise_multiplier=0.2)
@@ -238,6 +241,7 @@ def test_weight_decay_and_the_learning_rate_wait_for_it():
     assert float(optimizer.learning_rate) == pytest.approx(0.1) and optimizer.acceptance == 0
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
 def test_adadp_takes_the_same_steps_whatever_the_unit_of_the_loss(factor):
     of_one, expected = minimized("ADADP", 1.0, 20, noise_multiplier=0.0)

@@ -37,6 +37,7 @@ def test_an_optimizer_that_the_step_does_not_use_counts_nothing_and_is_refused(m
     assert model.optimizer.ledger.num_releases == used.ledger.num_releases + released
 
 
+@pytest.mark.slow_on(2)
 def test_an_optimizer_that_takes_the_place_of_one_without_noise_is_refused():
     """The step would go on without noise, and epsilon be 0."""
     model, fit = catalogue.mlp(), {"batch_size": 8, "verbose": 0}
@@ -60,6 +61,7 @@ def test_batches_that_a_later_fit_leaves_out_are_told_when_it_ends():
         model.fit(batches.filter(lambda x, y: tf.reduce_sum(x) > 0), verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_what_another_model_released_on_shared_weights_is_told_when_a_later_fit_ends():
     first = trained()
     second = tf.keras.Sequential([*first.layers[:-1], tf.keras.layers.Dense(3)])
@@ -127,6 +129,7 @@ def test_epsilon_is_refused_for_more_examples_than_fit_drew_from(data, settings,
     assert model.optimizer.ledger.fewest_units == 8
 
 
+@pytest.mark.slow_on(2)
 def test_releases_that_are_taken_over_are_of_no_more_examples_than_they_were():
     model = catalogue.compiled(expected_batch_size=8.0, noise_multiplier=1.0)
     model.fit(*catalogue.data(16), batch_size=8, verbose=0)
@@ -147,6 +150,7 @@ def test_of_how_many_examples_releases_are_is_known_if_fit_is_interrupted():
     assert model.optimizer.ledger.fewest_units == 16
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("eagerly", catalogue.EAGERLY)
 def test_callbacks_and_samplings_know_better_how_many_examples_there_are(eagerly):
     def fewest(*data, **kwargs):

@@ -50,6 +50,7 @@ def assert_other(actual, expected):
     assert np.abs(np.asarray(actual) - expected)[-1].max() > 1e-3
 
 
+@pytest.mark.slow_on(2)
 def test_adadps_divides_before_it_clips():
     expected = fixed_reference(lambda g, t: 0.3 * g)
     assert_trajectory(dp.AdaDPS(fixed(), **arguments(), learning_rate=0.3), expected)
@@ -176,6 +177,7 @@ def test_adadps_follows_algorithm_1_with_public_gradients(rule, order):
     assert_other(public_reference(rule, other), expected)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("every", [2, 3])
 def test_statistics_stay_between_refreshes(every):
@@ -259,6 +261,7 @@ def test_pda_dpmd_mixes_private_and_public_gradients(mixing, alpha):
     assert_other(expected(lambda t: 1 - alpha(t)), expected(alpha))
 
 
+@pytest.mark.slow_on(2)
 def test_both_minibatches_of_a_step_of_adadp_share_the_statistics():
     def expected(refreshed):
         reference, theta, points = PublicReference(), START.astype(np.float64), []

@@ -72,6 +72,7 @@ def test_without_noise_a_loss_function_gives_the_mean_gradient(noise, optimizer)
     assert made.ledger.num_releases == 4
 
 
+@pytest.mark.slow_on(2)
 @each
 def test_without_noise_a_loss_tensor_gives_the_mean_gradient(noise):
     """DPTreeAggregationOptimizerComputeGradientsTest.testBaselineWithTensorLossNoNoise."""
@@ -125,6 +126,7 @@ def linear_model(optimizer, size=4):
     return model
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @each
 def test_without_noise_a_linear_model_is_learned(noise):
@@ -179,6 +181,7 @@ def test_gradients_that_were_not_released_are_refused(optimizer):
     assert v[1].numpy().all()
 
 
+@pytest.mark.slow_on(2)
 @each
 def test_parts_of_a_batch_move_nothing_until_it_is_complete(noise):
     """DPTreeAggregationGetGradientsTest.testLargeBatchEmulationNoNoise."""

@@ -192,6 +192,7 @@ def test_a_model_is_fitted_with_the_noise_of_trees():
     assert FixedOrder(50, 60).epsilon_spent(ledger, N, DELTA) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow_on(2)
 def test_a_dataset_that_begins_again_too_soon_has_no_epsilon():
     with pytest.raises(ValueError, match="A batch came back after 7 steps"):
         fitted(2, 7)
@@ -215,6 +216,7 @@ def said(ledger, sampling):
     return " ".join(dp.privacy_statement(ledger, 400, DELTA, sampling=sampling).split())
 
 
+@pytest.mark.slow_on(2)
 def test_a_longer_run_goes_on_in_its_order_so_that_a_pass_that_begins_again_is_noticed():
     """Each `FixedOrder` had an order of its own: .864 was called proven where 1.88 held."""
     model = compiled(20)
@@ -226,6 +228,7 @@ def test_a_longer_run_goes_on_in_its_order_so_that_a_pass_that_begins_again_is_n
         said(optimizer, longer)
 
 
+@pytest.mark.slow_on(2)
 def test_releases_that_this_process_did_not_see_may_have_come_in_another_order():
     sampling = FixedOrder(25, steps=10)
     optimizer = trained(compiled(25), sampling, steps=4)
@@ -244,6 +247,7 @@ def test_releases_that_this_process_did_not_see_may_have_come_in_another_order()
     assert "verified to come in their order | 3 of 7 |" in report.model_card(facts)
 
 
+@pytest.mark.slow_on(2)
 def test_parts_of_batches_that_this_process_saw_do_not_count_as_batches():
     """Two parts of each of its two batches hid that another process had released two more."""
     x, _ = numbered(400)
@@ -266,6 +270,7 @@ def test_parts_of_batches_that_this_process_saw_do_not_count_as_batches():
     assert "came in its order for 2 of the" in said(second, sampling)
 
 
+@pytest.mark.slow_on(2)
 def test_a_process_with_two_keys_made_two_orders():
     model, sampling = compiled(16), FixedOrder(16, steps=10)
     assert "proven upper bound" in said(trained(model, sampling, 4, key=KEY), sampling)
@@ -273,6 +278,7 @@ def test_a_process_with_two_keys_made_two_orders():
     assert "came in its order for 8 of the" in text and "proven" not in text
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("seed", [None, 3])
 def test_data_that_grew_have_another_order(seed):
     """The statement called an epsilon proven that held for an example in half of these steps."""

@@ -52,6 +52,7 @@ def all_equally_likely(found, rows, n):
     return stats.chi2.ppf(LEVEL / 2, degrees) < statistic < stats.chi2.isf(LEVEL / 2, degrees)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("sampling", "n", "k"),
@@ -95,6 +96,7 @@ def same_law(a, b):
     return statistic < stats.chi2.isf(LEVEL, degrees)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("others", [(0,), (1, 2), (0, 2)])
 def test_one_example_more_leaves_the_law_of_the_other_rows(others):
@@ -126,6 +128,7 @@ def clipped_sum(placed, gradients, ties):
     return zoo.release(mechanism, rows.astype(np.float32))[0]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("k", [1, 3])
 def test_neighbours_move_a_sum_that_is_tied_to_the_rows_by_one_at_most(k):

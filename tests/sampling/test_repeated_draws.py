@@ -137,6 +137,7 @@ def test_new_draws_are_all_checked_and_cost_what_they_did():
     assert "TF Privacy's statement" not in text  # of independent draws
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_two_releases_in_one_step_share_its_batch(jit):
@@ -164,12 +165,14 @@ def test_numbers_cost_no_second_trace():
     assert len(traces) == 1 and optimizer.ledger.checks == [BatchChecks(checked=1)]
 
 
+@pytest.mark.slow_on(2)
 def test_two_optimizers_may_share_their_batches():
     drawn = list(dp.poisson_batches(data(), SAMPLING).take(3))
     for run in (Run(expected_batch_size=SIZE), Run(expected_batch_size=SIZE)):
         assert run(drawn).checks == [BatchChecks(checked=3)]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "sampling",
@@ -191,6 +194,7 @@ def test_small_and_empty_batches_that_look_the_same_are_no_repetitions(sampling)
     assert "proven" not in text
 
 
+@pytest.mark.slow_on(2)
 def test_masks_that_are_not_ours_are_no_numbers():
     # Two different batches with their padding at the end have the same mask.
     x, y = data()
@@ -230,6 +234,7 @@ def test_numbers_of_draws_differ_and_their_entropy_is_measured():
     assert [any(k.numpy()) for k in known] == [False, True]
 
 
+@pytest.mark.slow_on(2)
 def test_what_is_fed_besides_the_batch_may_have_another_size():
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None])])
     def number(x, settings):
@@ -265,6 +270,7 @@ def two_labels():
     return x, tuple(np.random.default_rng(1).normal(size=[2, N]).astype(np.float32))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", ["ours", "one for each task", "none"])
 def test_two_losses_that_share_a_batch_are_releases_on_one_draw(weights):
@@ -283,6 +289,7 @@ def test_two_losses_that_share_a_batch_are_releases_on_one_draw(weights):
     assert run.optimizer.ledger.checks == [BatchChecks(2 * twice, repeated=twice, nearest=1)]
 
 
+@pytest.mark.slow_on(2)
 def test_losses_of_different_batches_are_releases_on_different_draws():
     x, labels = two_labels()
     run = TwoTasks(shared=False, expected_batch_size=SIZE)
@@ -309,6 +316,7 @@ def cached(budget, epochs=2, **fit):
     return spent
 
 
+@pytest.mark.slow_on(2)
 def test_a_budget_that_a_repeated_batch_exceeds_ends_in_an_error():
     # There is room for many new draws, but not for a batch without amplification.
     new = epsilon(SIGMA, Q, 5, DELTA)
@@ -319,6 +327,7 @@ def test_a_budget_that_a_repeated_batch_exceeds_ends_in_an_error():
     assert cached.ledger.checks[0][:2] == (5, 1)
 
 
+@pytest.mark.slow_on(2)
 def test_a_budget_prices_the_next_batch_like_those_that_were_repeated():
     budget = (counted_epsilon(4, 3) + counted_epsilon(4, 4)) / 2
     assert counted_epsilon(5, 3) < budget  # if it were new
@@ -392,6 +401,7 @@ def test_parts_of_a_batch_have_numbers_and_may_not_come_twice_in_one():
     assert run.optimizer.ledger.segments == [(SIGMA, SIZE, 1)]
 
 
+@pytest.mark.slow_on(2)
 def test_batches_without_padding_are_known_by_their_contents():
     run = Run()
     fixed = dp.sampling.FixedSizeSampling(20, 50)
@@ -417,6 +427,7 @@ def test_draws_that_come_again_after_a_pass_are_repetitions_unless_said_otherwis
     assert spent > epsilon_spent(ledger, N, DELTA, in_epochs=True)
 
 
+@pytest.mark.slow_on(2)
 def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
     x, y = data()
     in_order = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
@@ -574,6 +585,7 @@ def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
     assert epsilon(SIGMA, Q, 8, DELTA) < spent == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
 
 
+@pytest.mark.slow_on(2)
 def test_optimizers_that_only_inspect_displace_no_batches():
     """After 17 new models were validated, ε of one that trained on was that of new batches."""
     kept = list(dp.poisson_batches(data(), SAMPLING).take(2))
@@ -643,6 +655,7 @@ def test_numbers_outlive_many_later_optimizers(monkeypatch):
         assert following.add(numbered(number), tf.constant(True)).distance == distance
 
 
+@pytest.mark.slow_on(2)
 def test_batches_without_their_weights_have_no_epsilon_by_their_sampling():
     """Their padding contributes: ε by the sampling would be 2.8 where it is 12."""
     batches = list(dp.poisson_batches(data(), SAMPLING))[:6]
@@ -685,6 +698,7 @@ def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_
         fit(batches.map(lambda x, y, weights: (x, y)))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("in_fit", [True, False])
 def test_targets_that_were_rounded_are_no_marks(in_fit):
     """`np.round` makes -0.0 of small negative numbers, which looked like marks: ε was proven."""
@@ -726,6 +740,7 @@ def test_weights_that_are_an_input_of_the_model_show_their_marks():
     assert SAMPLING.epsilon_spent(optimizer, N, DELTA) > 0
 
 
+@pytest.mark.slow_on(2)
 def test_weights_of_tokens_show_their_marks_in_a_step_of_ones_own():
     run = Run(expected_batch_size=SIZE)
 
@@ -741,6 +756,7 @@ def test_weights_of_tokens_show_their_marks_in_a_step_of_ones_own():
     assert run.optimizer.batches_seen == (4, 4)
 
 
+@pytest.mark.slow_on(2)
 def test_batches_too_small_to_show_marks_are_not_missed():
     sampling = dp.PoissonSampling(0.1, 10, 100)
     run = Run(expected_batch_size=sampling.expected_batch_size(N))

@@ -85,6 +85,7 @@ def test_gradients_are_scaled_before_they_are_clipped():
     np.testing.assert_allclose(gradient, clipped.sum(0) / SIZE, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow_on(2)
 def test_the_units_of_the_inputs_cancel_once_they_are_known():
     def after(units):
         global X
@@ -103,6 +104,7 @@ def test_the_units_of_the_inputs_cancel_once_they_are_known():
     np.testing.assert_allclose(rescaled[0], plain[0], atol=1e-4)
 
 
+@pytest.mark.slow_on(2)
 def test_of_pure_noise_the_scales_stay_within_a_factor_of_ten():
     kernel = tf.Variable(tf.zeros([500, 10]))
     optimizer = sgd(noise_multiplier=1.0)
@@ -121,6 +123,7 @@ def test_of_pure_noise_the_scales_stay_within_a_factor_of_ten():
     assert scale.max() < 10 and scale.min() > 0.1 and np.ptp(scale) > 0
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer_class", [dp.DPSGD, dp.ADADP, dp.DPAdam])
 def test_it_releases_nothing(optimizer_class):
@@ -136,6 +139,7 @@ def test_it_releases_nothing(optimizer_class):
     assert (learning.side_information_state[3][0].numpy() != 1).any()
 
 
+@pytest.mark.slow_on(2)
 def test_both_minibatches_of_a_step_of_adadp_share_the_scales():
     optimizer = dp.ADADP(1.0, 0.3, side_information=DelayedPreconditioner())
     used = [scale for _, scale in steps(optimizer, 18)]
@@ -143,6 +147,7 @@ def test_both_minibatches_of_a_step_of_adadp_share_the_scales():
     assert changes == [4, 8, 16]
 
 
+@pytest.mark.slow_on(2)
 def test_the_parts_of_a_batch_count_once():
     optimizer = sgd(gradient_accumulation_steps=2)
     used = [scale for _, scale in steps(optimizer, 7)]
@@ -192,6 +197,7 @@ def test_what_is_no_gradient_changes_nothing():
         np.testing.assert_array_equal(value.numpy(), kept)
 
 
+@pytest.mark.slow_on(2)
 def test_untuned_sgd_measures_under_new_scales_and_multiplies_its_steps_by_them():
     optimizer = dp.UntunedSGD(0.01, side_information=DelayedPreconditioner(), seed=2)
     step, (kernel, bias) = stepper(optimizer)

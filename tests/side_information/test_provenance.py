@@ -57,6 +57,7 @@ def test_the_statement_names_the_side_information(make, description):
     assert "Side information" not in dp.privacy_statement(optimizer.ledger, N, DELTA)
 
 
+@pytest.mark.slow_on(2)
 def test_the_statement_names_the_release_of_side_information():
     monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
     optimizer, _ = trained(RELEASED, monitor)
@@ -71,6 +72,7 @@ def test_the_statement_names_the_release_of_side_information():
     assert dp.epsilon_spent(optimizer, N, DELTA) > without + 0.5
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("event", [RELEASED, IDEAL])
 def test_a_ledger_that_lost_the_release_of_side_information_is_refused(event):
     model = catalogue.mlp()
@@ -150,6 +152,7 @@ def test_epsilon_of_the_ideal_bound_is_infinite_for_batches_of_fixed_size():
         dp.privacy_statement(released, N, DELTA, sampling="fixed")
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
@@ -176,6 +179,7 @@ def test_the_monitor_says_not_private_wherever_it_reports(accountant, tmp_path, 
     assert monitor.statement().startswith("NOT PRIVATE")
 
 
+@pytest.mark.slow_on(2)
 def test_a_private_run_has_no_such_entry(tmp_path):
     _, history = trained(
         "public", dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", full_passes=False)

@@ -320,6 +320,7 @@ def squared(reduction):
 MEAN, SUM = "sum_over_batch_size", "sum"
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "make, loss",

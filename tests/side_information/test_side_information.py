@@ -77,6 +77,7 @@ def test_an_unregistered_function_cannot_be_saved():
         dp.AdaDPS(fixed, 1.0, 1.0).get_config()
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("every, refreshes", [(1, 8), (2, 4), (3, 4), (10, 2)])
 def test_public_statistics_are_refreshed_every_so_many_minibatches(every, refreshes):
@@ -156,6 +157,7 @@ def test_bad_arguments_are_named(kwargs, error, match):
         )
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("gradients", ["traced", "materialized"])
 @pytest.mark.parametrize("shape", [[], [1, 1], [1, 1000]])

@@ -392,7 +392,9 @@ class GaussianMechanism:
         """
 
         def record() -> list[tf.Tensor]:
-            order = self._check_order(None, batch)  # of the noise; each part was checked as it arrived
+            order = self._check_order(
+                None, batch
+            )  # of the noise; each part was checked as it arrived
             order = order.with_parts(batch.out_of_order, batch.order_unknown)
             with tf.control_dependencies(self._remember(arrived, order)):
                 return self._record(batch, arrived.size, draw, order).flat()
