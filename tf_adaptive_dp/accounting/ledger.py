@@ -19,6 +19,7 @@ from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseSt
 from tf_adaptive_dp.accounting.releases import (
     MAX_SEGMENTS,
     BatchChecks,
+    Contents,
     Releases,
     Segment,
     checks_after,
@@ -379,31 +380,18 @@ class Ledger:
     @property
     def segments(self) -> list[Segment]:
         """The releases so far, oldest first."""
-        return [
-            Segment(noise_multiplier, batch_size, count)
-            for (noise_multiplier, batch_size), count in zip(
-                value_of(self._parameters).tolist(), value_of(self._counts).tolist()
-            )
-            if count
-        ]
+        return _segments(value_of(self._parameters), value_of(self._counts))
 
     @property
     def checks(self) -> list[BatchChecks]:
         """What is known about the batches of each segment."""
-        return [
-            BatchChecks(int(checked), int(repeated), int(nearest), declared)
-            for (checked, repeated, nearest, declared), count in zip(
-                value_of(self._checks).tolist(), value_of(self._counts).tolist()
-            )
-            if count
-        ]
+        return _checks(value_of(self._checks), value_of(self._counts))
 
-    def size_that_counts(self, batch_size: float) -> float:
-        """The batch size of the next release: `batch_size`, or the larger one that was seen."""
-        checks_of, segments = self.checks, self.segments
-        if checks_of and checks_of[-1].declared == batch_size:
-            return max(batch_size, segments[-1].batch_size)
-        return batch_size
+    def read(self) -> Contents:
+        """Reads `segments` and `checks` together, for callbacks that ask in each step."""
+        counts = value_of(self._counts)
+        parameters, checks_of = value_of(self._parameters), value_of(self._checks)
+        return Contents(_segments(parameters, counts), _checks(checks_of, counts))
 
     def restore(
         self, segments: Sequence[Sequence[float]], checks_of: Sequence[Sequence[Any]] = ()
@@ -483,6 +471,22 @@ class Ledger:
     def num_releases(self) -> int:
         """The number of noisy gradients released so far."""
         return int(value_of(self._counts).sum())
+
+
+def _segments(parameters: np.ndarray, counts: np.ndarray) -> list[Segment]:
+    return [
+        Segment(noise_multiplier, batch_size, count)
+        for (noise_multiplier, batch_size), count in zip(parameters.tolist(), counts.tolist())
+        if count
+    ]
+
+
+def _checks(values: np.ndarray, counts: np.ndarray) -> list[BatchChecks]:
+    return [
+        BatchChecks(int(checked), int(repeated), int(nearest), declared)
+        for (checked, repeated, nearest, declared), count in zip(values.tolist(), counts.tolist())
+        if count
+    ]
 
 
 def has_ledger(optimizer: Any) -> bool:

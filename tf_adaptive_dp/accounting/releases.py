@@ -66,6 +66,24 @@ class BatchChecks(NamedTuple):
         )
 
 
+class Contents(NamedTuple):
+    """What a `Ledger` holds at one time.
+
+    Attributes:
+      segments: the releases.
+      checks: what is known about the batches of each segment.
+    """
+
+    segments: list[Segment]
+    checks: list[BatchChecks]
+
+    def size_that_counts(self, batch_size: float) -> float:
+        """The batch size of the next release: `batch_size`, or the larger one that was seen."""
+        if self.checks and self.checks[-1].declared == batch_size:
+            return max(batch_size, self.segments[-1].batch_size)
+        return batch_size
+
+
 @dataclasses.dataclass(frozen=True)
 class Releases:
     """A fixed record of releases, with the same attributes as a `Ledger`.

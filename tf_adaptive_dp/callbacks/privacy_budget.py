@@ -12,6 +12,7 @@ from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.accounting.accountants import unprotected
 from tf_adaptive_dp.accounting.composition import MAX_RELEASES
 from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
+from tf_adaptive_dp.accounting.releases import Contents
 from tf_adaptive_dp.callbacks.common import (
     NumExamplesCheck,
     PrivateCallback,
@@ -121,8 +122,8 @@ class PrivacyBudget(PrivateCallback):
           optimizer: `self.optimizer`, which reads variables of TensorFlow each time it is asked.
         """
         ledger = optimizer.ledger
-        noise_multiplier, size = self._next_release(optimizer)
-        segments, known = ledger.segments, ledger.checks
+        segments, known = recorded = ledger.read()
+        noise_multiplier, size = self._next_release(optimizer, recorded)
         released = sum(segment.num_releases for segment in segments)
         if released != self._seen[0]:
             repeated = self._num_repeated(segments, known)
@@ -150,12 +151,15 @@ class PrivacyBudget(PrivateCallback):
                 ledger.note_units(self.num_examples)
         return self._priced[1] - released
 
-    def _next_release(self, optimizer: tf.keras.optimizers.Optimizer) -> tuple[float, float]:
+    def _next_release(
+        self, optimizer: tf.keras.optimizers.Optimizer, recorded: Contents
+    ) -> tuple[float, float]:
         """The noise multiplier of the next release, and its batch size."""
-        noise_multiplier, size = optimizer.next_release()
+        noise_multiplier, size = optimizer.next_release(recorded)
         # In `fit` the optimizer may find its size after the first step was priced.
-        if size is not None and (self._guessed or optimizer.expected_batch_size is None):
-            self._compare_batch_size(size)
+        if size not in (None, self.batch_size) and self.batch_size is not None:
+            if self._guessed or optimizer.expected_batch_size is None:
+                self._refuse_batch_size(size)
         self._guessed |= size is None
         size = size or self.batch_size
         if size is None:
@@ -165,14 +169,13 @@ class PrivacyBudget(PrivateCallback):
             )
         return noise_multiplier, size
 
-    def _compare_batch_size(self, size: float) -> None:
+    def _refuse_batch_size(self, size: float) -> None:
         """Rejects a wrong `batch_size`, since the first step was priced with it."""
-        if self.batch_size not in (None, size):
-            raise ValueError(
-                f"`batch_size` must be that of `fit`, which is {size:g}: the first step was "
-                "checked against the budget with another batch size. Received: "
-                f"batch_size={self.batch_size!r}"
-            )
+        raise ValueError(
+            f"`batch_size` must be that of `fit`, which is {size:g}: the first step was checked "
+            "against the budget with another batch size. Received: "
+            f"batch_size={self.batch_size!r}"
+        )
 
     def _releases_per_call(self, optimizer: tf.keras.optimizers.Optimizer) -> int:
         """The most that one call of the training function releases."""

@@ -102,7 +102,7 @@ class BatchSizes:
     @property
     def expected(self) -> float | None:
         """L, as it was given; `None` means the size of all batches. It may be set between steps."""
-        return float(self._expected.numpy()) or None
+        return float(value_of(self._expected)) or None
 
     @expected.setter
     def expected(self, value: float | None) -> None:

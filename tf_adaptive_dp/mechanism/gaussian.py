@@ -15,8 +15,10 @@ from typing import Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.variables import value_of
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, get_strategy
+from tf_adaptive_dp.accounting.releases import Contents
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -548,7 +550,7 @@ class GaussianMechanism:
     @property
     def noise_multiplier(self) -> float:
         """σ, the noise in units of C. Setting it between steps opens a new ledger segment."""
-        return float(self._noise_multiplier.numpy())
+        return float(value_of(self._noise_multiplier))
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
@@ -561,15 +563,19 @@ class GaussianMechanism:
         """σ as a scalar tensor, for steps that compute with it."""
         return self._noise_multiplier.read_value()
 
-    def batch_size(self) -> float | None:
+    def batch_size(self, recorded: Contents | None = None) -> float | None:
         """The batch size that the next release will be recorded with.
+
+        Args:
+          recorded: what the ledger holds now, if it was read already.
 
         Returns:
           L, as given or taken from the first batch; more, if batches turned out to be larger; or
           `None` if L is not given and no batch has been seen.
         """
         size = self.sizes.expected or self.sizes.first
-        return self.ledger.size_that_counts(size) if size else None
+        recorded = self.ledger.read() if recorded is None else recorded
+        return recorded.size_that_counts(size) if size else None
 
     def drop_parts(self) -> None:
         """Forgets the parts of an incomplete batch."""

@@ -125,7 +125,8 @@ class RefusedState:
         )
 
     def _is_unknown(self, ledger: Ledger) -> bool:
-        return any(event is self._unknown for event in ledger.other_events)
+        unknown = self._unknown  # of most optimizers `None`, and reading the ledger takes time
+        return unknown is not None and any(event is unknown for event in ledger.other_events)
 
 
 def can_load(variables: Sequence[tf.Variable], ledger: Ledger, store: Mapping[str, Any]) -> bool:

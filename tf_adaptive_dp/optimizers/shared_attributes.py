@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
+from tf_adaptive_dp.accounting.releases import Contents
 from tf_adaptive_dp.mechanism.clipping import MEASURED, Clipping
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
 from tf_adaptive_dp.mechanism.draw_numbers import Seen, SeenDraws
@@ -229,14 +230,17 @@ class SharedAttributes:
         own = [NoiseKey(*key) for key in keys]
         self._mechanism.generator.resume(own, self.ledger.num_releases)
 
-    def next_release(self) -> tuple[float, float | None]:
+    def next_release(self, recorded: Contents | None = None) -> tuple[float, float | None]:
         """What the ledger will record for one more step.
+
+        Args:
+          recorded: what the ledger holds now, if it was read already.
 
         Returns:
           The noise multiplier, and the batch size or `None` if no batch has been seen yet.
         """
         halved = self._mechanism.sizes.examples_share_groups()
-        return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
+        return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size(recorded)
 
     def noise_to_signal(self, variables: Sequence[tf.Variable]) -> float | None:
         """The norm of a step's noise relative to the largest norm that the mean gradient can have.
