@@ -469,16 +469,16 @@ def _self_consistent(
 ) -> float:
     """The smallest ε, up to rounding, with epsilon_at(delta_left(ε)) ≤ ε; or infinity."""
     spent = epsilon_at(delta)
+    if delta_left(spent) == delta:
+        return spent
     attempt = 0
     while True:
-        left = delta_left(spent)
-        if left == delta:
-            return spent
+        # The steps grow, since small ones would creep near the largest η that δ permits.
+        trial = spent * (1 + 1e-7 * 2**attempt)
+        left = delta_left(trial)
         if not left > 0:
             return math.inf
-        needed = epsilon_at(left)
-        if needed <= spent:
+        spent = epsilon_at(left)
+        if spent <= trial:  # also a solution: the smaller ε is, the more of δ is left
             return spent
-        # The steps grow, since small ones would creep near the largest η that δ permits.
-        spent = needed * (1 + 1e-7 * 2**attempt)
         attempt += 1
