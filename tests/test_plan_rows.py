@@ -176,6 +176,16 @@ def test_a_model_that_needs_to_know_its_rows_trains():
     assert model.optimizer.ledger.num_releases == plan.steps
 
 
+def test_a_strategy_with_one_device_trains_in_few_rows():
+    """Its variables are mirrored ones, which metrics cannot change within a branch."""
+    plan = planned()
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = model_of(plan, metrics=["accuracy"])
+    history = plan.fit(model, X, Y, verbose=0).history
+    assert 0 < history["accuracy"][0] <= 1
+    assert model.optimizer.ledger.checks[0].checked == plan.steps
+
+
 class Sized(keras.layers.Layer):
     """Multiplies by what depends on the number of rows, or on the row."""
 
