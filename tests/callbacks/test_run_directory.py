@@ -345,7 +345,8 @@ def test_what_a_callback_releases_after_the_end_of_a_run_is_written_down(tmp_pat
 
     model = compiled_for(plan)
     with pytest.raises(ValueError, match="trained outside the plan"):
-        plan.fit(model, x, y, directory=tmp_path / "run", callbacks=[TrainsOn()], verbose=0)
+        how = {"directory": tmp_path / "run", "equal_rows": True, "verbose": 0}
+        plan.fit(model, x, y, callbacks=[TrainsOn()], **how)
     with contextlib.closing(dp.ReleaseLog(tmp_path / "run" / "releases.log", steps=5)) as log:
         assert log.num_releases == 5 == model.optimizer.ledger.num_releases
 
