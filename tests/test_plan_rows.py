@@ -114,6 +114,24 @@ class Reshaped(keras.Model):
         return tf.reshape(self.dense(x), [x.shape[0], 3])
 
 
+class OfLatents(keras.Model):
+    """Its `call` takes something else than the data of its `train_step`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6)
+
+    def call(self, latents):
+        return self.dense(latents)
+
+    def train_step(self, data):
+        raise NotImplementedError
+
+
+def without_input():
+    return keras.Sequential([keras.layers.Dense(3)])
+
+
 def of_32_rows():
     return keras.Sequential([keras.Input(batch_shape=[32, 6]), keras.layers.Dense(3)])
 
@@ -125,6 +143,8 @@ ASKED = {
     "under XLA": (catalogue.mlp, {"jit_compile": True}, {}, {}, True),
     "with a known size": (of_32_rows, {}, {}, {}, True),
     "that reshapes": (Reshaped, {}, {}, {}, True),
+    "without an input": (without_input, {}, {}, {}, False),
+    "with a step of its own": (OfLatents, {}, {}, {}, True),
     "in parts": (catalogue.mlp, {}, {}, {"gradient_accumulation_steps": 2}, True),
     "correlated noise": (catalogue.mlp, {}, {"noise": BandedNoise(3)}, {}, True),
 }
@@ -153,6 +173,7 @@ def test_rows_differ_only_where_nothing_can_depend_on_them(case, monkeypatch):
     optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.1, **of_optimizer)
     model.compile(optimizer, catalogue.loss(), **compiled)
     assert asked_by(plan, model, monkeypatch) == expected
+    assert not (isinstance(model, OfLatents) and model.dense.built)  # by inputs it is not made for
     assert asked_by(plan, model, monkeypatch, equal_rows=True)
 
 

@@ -111,8 +111,8 @@ def have_metrics_made_outside(model: keras.Model) -> None:
 def takes_any_number_of_rows(model: keras.Model, x: Any) -> bool:
     """Whether a model can be called on batches of which only the shape of one row is known.
 
-    A model that has no `call`, since its `train_step` does all of it, counts as one that can. A
-    model that fails for another reason fails again where it is trained.
+    The call makes the weights of a model that has none yet. A model that fails for another reason
+    than its rows fails again where it is trained.
 
     Args:
       model: the model.
@@ -121,8 +121,6 @@ def takes_any_number_of_rows(model: keras.Model, x: Any) -> bool:
     inputs = getattr(model, "inputs", None)
     if inputs:
         return all(tensor.shape[0] is None for tensor in inputs)
-    if type(model).call is keras.Model.call:
-        return True
     try:
         _result_for(lambda x: model(x, training=False), x)
     except Exception:  # of whatever kind the model's own code raises
