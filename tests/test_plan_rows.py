@@ -252,6 +252,28 @@ def test_nothing_may_depend_on_the_number_of_rows(how):
         assert model.optimizer.ledger.num_releases == plan.steps
 
 
+class Noisy(keras.layers.Layer):
+    """Draws for each row; its generator goes on by as many numbers as the rows take."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(3)
+
+    def call(self, x):
+        return x + self.generator.normal(tf.shape(x))
+
+
+def test_a_generator_may_not_tell_later_batches_how_many_rows_there_were(monkeypatch):
+    def make():
+        return keras.Sequential([keras.Input([6]), Noisy(), keras.layers.Dense(3)])
+
+    plan = planned()
+    model = model_of(plan, make)
+    assert asked_by(plan, model, monkeypatch)
+    plan.fit(model, X, Y, verbose=0)
+    assert model.optimizer.ledger.num_releases == plan.steps
+
+
 def step_of(model, how):
     """A step of one's own on batches of equal rows, eager or traced for their number."""
 

@@ -17,6 +17,7 @@ from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
+    has_generators,
     have_weights_made_outside,
     leave_padding_out_of_metrics,
     steps_per_call,
@@ -554,5 +555,7 @@ def _rows_may_differ(model: keras.Model, source: Arrays | Records, sampling: Any
         return False
     if has_own(model, "train_step") and not model.built:
         return False  # it may call its parts on anything else than x
+    if has_generators((model, *layers_within(model))):
+        return False
     specs = [tf.TensorSpec([None, *shape], dtype) for shape, dtype in source.parts]
     return takes_any_number_of_rows(model, tf.nest.pack_sequence_as(source.structure, specs)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -126,6 +126,18 @@ def takes_any_number_of_rows(model: keras.Model, x: Any) -> bool:
     except Exception:  # of whatever kind the model's own code raises
         return False
     return True
+
+
+def has_generators(layers: Iterable[Any]) -> bool:
+    """Whether a layer holds a `tf.random.Generator`.
+
+    What it draws later depends on how much it has drawn, and so on the number of rows.
+
+    Args:
+      layers: those of a model, and the model.
+    """
+    values = (value for layer in layers for value in vars(layer).values())
+    return any(isinstance(value, tf.random.Generator) for value in values)
 
 
 def have_weights_made_outside(model: keras.Model, x: Any) -> None:

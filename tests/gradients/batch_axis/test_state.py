@@ -360,7 +360,7 @@ CARRIES_NOTHING = {
     "a generator": (
         lambda: tf.random.Generator.from_seed(1),
         lambda generator: generator.normal([3]),
-        lambda generator, x, w, loss: generator.normal(tf.shape(x)),
+        lambda generator, x, w, loss: generator.normal([7, 3]),
     ),
     "an ordinary optimizer elsewhere": (
         with_optimizer(tf.keras.optimizers.SGD()),
@@ -375,6 +375,17 @@ CARRIES_NOTHING = {
     ),
     "summaries and checks": (log_step, None, summarizes),
 }
+
+
+def test_a_generator_that_goes_on_by_the_size_of_a_random_batch_is_refused():
+    made = tf.random.Generator.from_seed(1)
+    step = Step(
+        lambda: made,
+        lambda generator: generator.normal([3]),
+        lambda generator, x, w, loss: generator.normal(tf.shape(x)),
+    )
+    with pytest.raises(dp.NotPrivateError, match="or the size of the batch, which is random"):
+        step.trace()
 
 
 @pytest.mark.slow_after(3)

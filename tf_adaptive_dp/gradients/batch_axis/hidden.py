@@ -42,7 +42,9 @@ _STATE = (
     "(stateful=False, no moving averages), or freeze it (`layer.trainable = False`); state of your "
     "own may be computed from weights, released gradients and public data only."
 )
-_SIZES = ", or the size of the batch, which is random"
+_SIZES = (
+    ", or the size of the batch, which is random (`plan.fit(..., equal_rows=True)` makes it public)"
+)
 _FOREIGN = (
     "The step passes data of the batch to Python, to a file or to a staging area, and the loss "
     "depends on what comes back from there, so an example may change the gradients of others. "
