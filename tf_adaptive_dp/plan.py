@@ -555,8 +555,8 @@ class PrivacyPlan:
           callbacks: further callbacks, or a single one.
           equal_rows: whether to pad all batches to one number of rows, for a model whose step has
             to know that number; training takes longer. By default batches have only a few rows
-            more than examples, except in eager steps, under XLA, on several replicas, with gradient
-            accumulation and with correlated noise.
+            more than examples, where the library can show that nothing depends on how many; see
+            docs/concepts/sampling.md.
           **fit_arguments: other arguments of `model.fit`, such as `validation_data` and `verbose`.
 
         Returns:

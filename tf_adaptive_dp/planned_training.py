@@ -263,7 +263,8 @@ class PlannedTraining:
                 run.log.require_run_of(model.optimizer)
                 self._keep_normalizations(run, normalizations, model)
             self._warn_of_second_model(model, run)
-            equal_rows |= not _rows_may_differ(model, source, self._plan.sampling)
+            if not equal_rows:
+                equal_rows = not _rows_may_differ(model, source, self._plan.sampling)
             return self._fit(model, source, run, callbacks, equal_rows, fit_arguments)
         finally:
             self._running.discard(model.optimizer)

@@ -157,9 +157,9 @@ class PrivacyBudget(PrivateCallback):
         """The noise multiplier of the next release, and its batch size."""
         noise_multiplier, size = optimizer.next_release(recorded)
         # In `fit` the optimizer may find its size after the first step was priced.
-        if size not in (None, self.batch_size) and self.batch_size is not None:
-            if self._guessed or optimizer.expected_batch_size is None:
-                self._refuse_batch_size(size)
+        differs = None not in (size, self.batch_size) and size != self.batch_size
+        if differs and (self._guessed or optimizer.expected_batch_size is None):
+            self._refuse_batch_size(size)
         self._guessed |= size is None
         size = size or self.batch_size
         if size is None:

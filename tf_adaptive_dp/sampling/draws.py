@@ -302,6 +302,11 @@ class Sampling(abc.ABC):
         del num_drawn  # only some samplings know batches that differ
         return self.rows // (self.examples_per_user or 1)
 
+    def step_of_rows(self, num_examples: int, step: int) -> int:
+        """The number that the rows of a step's batch are drawn with: that of the step."""
+        del num_examples
+        return step
+
     def place(
         self,
         num_examples: int,
@@ -338,7 +343,7 @@ class Sampling(abc.ABC):
             rows = self.places_for(len(drawn))
         placed = np.full(k * rows, num_examples, np.int64)
         placed[: len(drawn)] = drawn
-        random = generator(key, b"rows", step)
+        random = generator(key, b"rows", self.step_of_rows(num_examples, step))
         words = random.bit_generator.random_raw(-(-(k * rows - len(drawn)) // 64))
         placed[len(drawn) :] += np.unpackbits(words.view(np.uint8))[: k * rows - len(drawn)]
         random.shuffle(placed)

@@ -123,17 +123,9 @@ class FixedOrder(draws.FullBatches):
             + (f"; {others} in none, chosen at random" if left else ""),
         ]
 
-    def place(
-        self,
-        num_examples: int,
-        step: int,
-        key: bytes,
-        gradient_accumulation_steps: int = 1,
-        equal_rows: bool = True,
-    ) -> np.ndarray:
-        """As `Sampling.place`, with the same rows in every pass, by which a batch is recognized."""
-        first = step % self.separation(num_examples)
-        return super().place(num_examples, first, key, gradient_accumulation_steps, equal_rows)
+    def step_of_rows(self, num_examples: int, step: int) -> int:
+        """The place in a pass: by its rows, the same in every pass, a batch is recognized."""
+        return step % self.separation(num_examples)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: a pure function of its arguments."""

@@ -21,7 +21,7 @@ from tf_adaptive_dp.wording import counted
 REDUCTIONS = ("mean", "sum")
 # Where batches differ in their number of rows, they have at least this many places, and this many
 # empty ones if B permits: enough random bits that the optimizer can tell draws apart. The number of
-# places is a multiple of 8, which vector units like.
+# places is a multiple of 8, which suits vector instructions.
 _LEAST_PLACES, _LEAST_EMPTY, _STEP_OF_PLACES = 40, 12, 8
 # Upper bound on the probability that a run is refused because padding had no marks by chance.
 _FALSE_ALARM = 1e-12
