@@ -467,9 +467,14 @@ def refuse_microbatches(ledger: Any) -> None:
 def _self_consistent(
     epsilon_at: Callable[[float], float], delta_left: Callable[[float], float], delta: float
 ) -> float:
-    """The smallest ε, up to rounding, with epsilon_at(delta_left(ε)) ≤ ε; or infinity."""
-    spent = epsilon_at(delta)
-    if delta_left(spent) == delta:
+    """An ε with epsilon_at(delta_left(ε)) ≤ ε, or infinity.
+
+    It is the smallest one up to rounding, or that for a δ which is smaller by a factor of 1e-5.
+    """
+    # Mostly truncation takes far less of δ than this factor, and one evaluation is enough.
+    least = delta if delta_left(0.0) == delta else delta * (1 - 1e-5)
+    spent = epsilon_at(least)
+    if delta_left(spent) >= least:  # ε falls as δ grows
         return spent
     attempt = 0
     while True:
