@@ -2,7 +2,7 @@
 
 The order matters. The ledger records a release before anything that was released can be used, so
 a step that fails later is still counted; a step that fails on its data before that is not. So
-`release` goes through `_clipped_sums`, where it may fail on the data, `_record` and `_add_noise`.
+`release` goes through `clip_and_sum`, where it may fail on the data, `_record` and `_add_noise`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from tf_adaptive_dp._keras.variables import value_of
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, get_strategy
 from tf_adaptive_dp.accounting.releases import Contents
-from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.accumulation import Accumulator
-from tf_adaptive_dp.mechanism.batch_sizes import BatchSizes, assert_true, hyperparameter
+from tf_adaptive_dp.mechanism.batch_sizes import BatchSizes, hyperparameter
+from tf_adaptive_dp.mechanism.clipped_sums import ClippedSums, clip_and_sum
 from tf_adaptive_dp.mechanism.clipping import (
     AdaptiveClipping,
     ClipNorm,
     Clipping,
     get_clipping,
-    total_norms,
 )
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, OrderCheck
 from tf_adaptive_dp.mechanism.draw_numbers import Draw, Number, SeenDraws
@@ -41,19 +40,6 @@ from tf_adaptive_dp.mechanism.padding import Order
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
-
-_INDEX_OUTSIDE = (
-    "An example has an index outside of its row, and gradients are not finite: in a gather with "
-    "`batch_dims`, one of its own may have made others so. Clip the indices, as in "
-    "`tf.clip_by_value(indices, 0, tf.shape(x)[1] - 1)`."
-)
-
-_OTHER_ROWS = (
-    "The loss has a different number of rows than the batch, so an example would count several "
-    "times: a batch of one was combined with a value that has a fixed number of rows, such as "
-    "`tf.random.normal([32, 8])`. Give such a value the rows of the batch, `tf.shape(x)[0]`, or "
-    "one row, or leave incomplete batches out (`drop_remainder=True`)."
-)
 
 
 class GaussianMechanism:
@@ -230,18 +216,23 @@ class GaussianMechanism:
         check = self.sizes.check(size)
         clip = self.clip_norm.read()
         with tf.control_dependencies([check] if check is not None else []):
-            of_variables, batch = self._clipped_sums(
-                source, scale, shift, layers, places, clip, padding
+            of_variables, batch = clip_and_sum(
+                source,
+                clip,
+                self.clipping,
+                scale=scale,
+                shift=shift,
+                layers=layers,
+                places=places,
+                padding=padding,
+                absent=self._units_of_padding(padding),
+                histograms=self.histograms,
+                statistics=self.statistics,
             )
         search_sums_when_complete([*batch.sums, *batch.within])
-        rejects = [
-            assert_true(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES]),
-            assert_true(tf.equal(batch.index_outside, 0), [_INDEX_OUTSIDE]),
-            assert_true(tf.equal(batch.rows_differ, 0), [_OTHER_ROWS]),
-        ]
         arrived = _Arrived(size, public_size, number, order)
         # After the sums, so that a step that fails on its data releases and changes nothing.
-        with tf.control_dependencies([*batch.flat(), *(r for r in rejects if r is not None)]):
+        with tf.control_dependencies([*batch.flat(), *batch.rejects()]):
             if self.accumulator is None:
                 complete = tf.constant(True)
                 noisy = self._release_at_once(batch, clip, arrived)
@@ -250,57 +241,6 @@ class GaussianMechanism:
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
         return [None if s is None else next(released) for s in of_variables]
-
-    def _clipped_sums(
-        self,
-        source: PerExampleGradients,
-        scale: Sequence[tf.Tensor] | None,
-        shift: Sequence[tf.Tensor] | None,
-        layers: Sequence[str],
-        places: Sequence[int],
-        clip: tf.Tensor,
-        padding: tf.Tensor | None,
-    ) -> tuple[list[tf.Tensor | None], _Sums]:
-        """The clipped sum of each variable or `None`; and these with what else is counted."""
-        norms = source.variable_norms(scale, shift)
-        squared_norms = total_norms(norms)
-        weights = self.clipping.weights(norms, layers, clip)
-        each = weights if isinstance(weights, list) else [weights] * len(norms)
-        present = squared_norms > 0
-        if shift is not None:
-            # Without this the shift would let padding contribute.
-            unshifted = source.squared_norms()
-            present = unshifted > 0
-            squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
-            each = [None if w is None else tf.where(present, w, 0.0) for w in each]
-        left_out = source.loss.outside
-        if left_out is not None and padding is not None:
-            left_out &= ~padding
-        # Whatever its gradient, padding is nobody's.
-        absent = self._units_of_padding(padding)
-        observed = squared_norms if absent is None else tf.where(absent, 0.0, squared_norms)
-        self.statistics.record(observed, clip, left_out)
-        counted = []
-        if self.histograms is not None:
-            open_now, losses = self.histograms.are_open(), source.loss.of_units
-            each = [None if w is None else tf.where(open_now, 0.0, w) for w in each]
-            counted.append(self.histograms.sum(open_now & present, norms, places, losses, clip))
-        sums = _weighted_sums(source, each, scale, shift)
-        within = []
-        if isinstance(self.clipping, AdaptiveClipping):
-            within.append(self.clipping.count(squared_norms, present, clip))
-        none, outside, differ = tf.zeros([]), source.loss.outside, source.loss.rows_differ
-        return sums, _Sums(
-            sums=[tf.cast(s, tf.float32) for s in sums if s is not None] + counted,
-            within=within,
-            present=_number_of(present),
-            padding=_number_of(tf.constant([False]) if absent is None else absent & present),
-            spoiling=_not_finite(squared_norms) if source.spoils_others else none,
-            index_outside=none if outside is None else _index_outside(outside, squared_norms),
-            rows_differ=none if differ is None else _number_of(differ),
-            out_of_order=none,
-            order_unknown=none,
-        )
 
     def _units_of_padding(self, padding: tf.Tensor | None) -> tf.Tensor | None:
         """Which examples, or users, are padding.
@@ -318,7 +258,9 @@ class GaussianMechanism:
             return tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
         return padding
 
-    def _release_at_once(self, batch: _Sums, clip: tf.Tensor, arrived: _Arrived) -> list[tf.Tensor]:
+    def _release_at_once(
+        self, batch: ClippedSums, clip: tf.Tensor, arrived: _Arrived
+    ) -> list[tf.Tensor]:
         """Releases a batch that did not arrive in parts."""
 
         def record() -> list[tf.Tensor]:
@@ -332,7 +274,7 @@ class GaussianMechanism:
     def _accumulate(
         self,
         accumulator: Accumulator,
-        part: _Sums,
+        part: ClippedSums,
         clip: tf.Tensor,
         arrived: _Arrived,
         places: Sequence[int],
@@ -358,8 +300,8 @@ class GaussianMechanism:
         return complete, tf.cond(complete, release, wait)
 
     def _add_part(
-        self, accumulator: Accumulator, part: _Sums, arrived: _Arrived, places: Sequence[int]
-    ) -> tuple[Draw, tf.Tensor, _Sums]:
+        self, accumulator: Accumulator, part: ClippedSums, arrived: _Arrived, places: Sequence[int]
+    ) -> tuple[Draw, tf.Tensor, ClippedSums]:
         """Adds a part to those of its batch that arrived before.
 
         Returns:
@@ -382,7 +324,7 @@ class GaussianMechanism:
         return Draw(*made[:num]), made[num], part.like(made[num + 1 :])
 
     def _release_parts(
-        self, batch: _Sums, draw: Draw, clip: tf.Tensor, arrived: _Arrived
+        self, batch: ClippedSums, draw: Draw, clip: tf.Tensor, arrived: _Arrived
     ) -> list[tf.Tensor]:
         """Releases a batch whose last part has arrived.
 
@@ -403,7 +345,9 @@ class GaussianMechanism:
 
         return self._add_noise(batch, clip, _Recorded.of(self._turns.take(record)))
 
-    def _record(self, batch: _Sums, size: tf.Tensor, draw: Draw, order: OrderCheck) -> _Recorded:
+    def _record(
+        self, batch: ClippedSums, size: tf.Tensor, draw: Draw, order: OrderCheck
+    ) -> _Recorded:
         """Records a release in the ledger. Call it when its turn comes, after all checks.
 
         Args:
@@ -418,9 +362,7 @@ class GaussianMechanism:
         twice = (per_group > 1) | (batch.padding > 0)
         # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
         counted = tf.where(twice, sigma / 2, sigma) / (1 + draw.copies)
-        # One more example that is not finite would make the sum zero.
-        private = order.in_order & (batch.spoiling <= 1)
-        private &= tf.equal(batch.index_outside, 0) & tf.equal(batch.rows_differ, 0)
+        private = order.in_order & batch.are_bounded()
         recorded = self.ledger.record(
             tf.where(private, counted, tf.zeros_like(counted)),
             expected,
@@ -438,7 +380,7 @@ class GaussianMechanism:
                 correlated = self.generator.draw(batch.sums)
         return _Recorded(recorded, per_group, expected, sigma, correlated)
 
-    def _add_noise(self, batch: _Sums, clip: tf.Tensor, record: _Recorded) -> list[tf.Tensor]:
+    def _add_noise(self, batch: ClippedSums, clip: tf.Tensor, record: _Recorded) -> list[tf.Tensor]:
         """The noisy means of a batch, given what `_record` returned for its release."""
         stddev = replicas.share(self._gradient_noise(record.sigma, record.expected)) * clip
         divisor = tf.cast(record.groups, tf.float32)
@@ -459,7 +401,7 @@ class GaussianMechanism:
             self._add_to(self.histograms, counts, clip, record)
         return [s * factor for s in noisy]
 
-    def _check_order(self, order: Order | None, batch: _Sums) -> OrderCheck:
+    def _check_order(self, order: Order | None, batch: ClippedSums) -> OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for."""
         if isinstance(self.generator, CorrelatedNoise):
             return self.generator.check_order(order, self.ledger.count(), batch.sums)
@@ -654,42 +596,6 @@ class _Arrived(NamedTuple):
     order: Order | None
 
 
-class _Sums(NamedTuple):
-    """What a batch, or a part of one, amounts to.
-
-    Attributes:
-      sums: Σᵢ clip(...), float32, of the variables that have gradients, and then the histograms.
-      within: the count of `AdaptiveClipping`, or nothing.
-      present: how many rows (or microbatches) on all replicas have a nonzero gradient.
-      padding: how many of these rows are padding.
-      spoiling: how many rows are not finite, if one of them spoils the others; else 0.
-      index_outside: how many rows are not finite, if an index outside of a row may be the reason;
-        else 0.
-      rows_differ: on how many replicas, and in how many parts, the loss has a different number of
-        rows than the batch.
-      out_of_order: how many parts were drawn for another step; 0 if that was not checked.
-      order_unknown: how many parts did not show their step; 0 if that was not checked.
-    """
-
-    sums: list[tf.Tensor]
-    within: list[tf.Tensor]
-    present: tf.Tensor
-    padding: tf.Tensor
-    spoiling: tf.Tensor
-    index_outside: tf.Tensor
-    rows_differ: tf.Tensor
-    out_of_order: tf.Tensor
-    order_unknown: tf.Tensor
-
-    def flat(self) -> list[tf.Tensor]:
-        return [*self.sums, *self.within, *self[2:]]
-
-    def like(self, flat: Sequence[tf.Tensor]) -> _Sums:
-        """Undoes `flat`."""
-        num, end = len(self.sums), len(flat) - len(self[2:])
-        return _Sums(list(flat[:num]), list(flat[num:end]), *flat[end:])
-
-
 class _Recorded(NamedTuple):
     """What the noise of a release needs to know, as it was when the ledger recorded it.
 
@@ -720,41 +626,6 @@ class _Recorded(NamedTuple):
         """Undoes `flat`."""
         ledger, per_group, expected, sigma, *correlated = flat
         return cls(ledger, per_group, expected, sigma, correlated)
-
-
-def _weighted_sums(
-    source: PerExampleGradients,
-    weights: Sequence[tf.Tensor | None],
-    scale: Sequence[tf.Tensor] | None,
-    shift: Sequence[tf.Tensor] | None,
-) -> list[tf.Tensor | None]:
-    """Σᵢ wᵢ·((gᵢ + shift) ∘ scale) of each variable; `None` if it has no gradient.
-
-    As the source sums gradients only, shift and scale are applied to the sum.
-    """
-    sums = source.weighted_sum(weights)
-    if shift is not None:
-        parts = zip(sums, weights, shift)
-        sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
-    if scale is not None:
-        sums = [None if s is None else s * a for s, a in zip(sums, scale)]
-    return sums
-
-
-def _index_outside(outside: tf.Tensor, squared_norms: tf.Tensor) -> tf.Tensor:
-    """How many rows are not finite, if an example has an index outside of its row; else 0."""
-    lost = _not_finite(squared_norms)
-    return tf.where(_number_of(outside) > 0, lost, tf.zeros_like(lost))
-
-
-def _not_finite(squared_norms: tf.Tensor) -> tf.Tensor:
-    """How many rows have a gradient that is not finite."""
-    return _number_of(~tf.math.is_finite(squared_norms))
-
-
-def _number_of(rows: tf.Tensor) -> tf.Tensor:
-    """How many rows on all replicas are true, a float32 scalar."""
-    return replicas.total(tf.reduce_sum(tf.cast(rows, tf.float32)))
 
 
 def _checked_groups(
