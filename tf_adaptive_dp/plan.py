@@ -12,16 +12,21 @@ from typing import Any, NamedTuple
 import dp_accounting
 import tensorflow as tf
 
-from tf_adaptive_dp import checks, optimizers
+from tf_adaptive_dp import checks
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import accountants, calibration, noise_strategies
-from tf_adaptive_dp.accounting.ledger import checked_events, has_ledger, missing_events
+from tf_adaptive_dp.accounting.ledger import checked_events, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.normalization import PrivateNormalization
-from tf_adaptive_dp.plan_refusals import check_optimizer
+from tf_adaptive_dp.plan_refusals import (
+    check_optimizer,
+    refuse_fit_arguments,
+    refuse_optimizer_arguments,
+    require_class_with_ledger,
+)
 from tf_adaptive_dp.planned_training import PlannedTraining
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
@@ -36,16 +41,6 @@ from tf_adaptive_dp.wording import format_delta, format_epsilon
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
-# Arguments that the plan sets, so callers of `optimizer` must not, and what to do instead.
-_SET_IN_OPTIMIZER = {
-    "noise": "pass it to `PrivacyPlan(...)`",
-    "noise_multiplier": "pass it to `PrivacyPlan(...)`, in place of `epsilon`",
-    "expected_batch_size": "pass it to `PrivacyPlan(...)`, as `batch_size`",
-    "num_microbatches": "leave it out, since its batches have none",
-    "examples_per_user": "pass it to `PrivacyPlan(...)`, with `user_ids`",
-}
-# Classes in `keras.optimizers` that have no update rule of their own, in lower case.
-_NO_RULE = ("lossscaleoptimizer", "multioptimizer", "optimizer", "optimizermap")
 # The parts of ε that the normalization of inputs alone would spend, the usual one and the largest;
 # composed, they are far less. It gets more than usual if its noise exceeded a thousandth of the
 # number of examples: a feature that is in a twentieth of them is then hardly ever found.
@@ -56,14 +51,6 @@ _EXAMPLES_PER_NOISE = 1000
 _ENOUGH_STEPS = 700
 # Batches that nobody chose get no larger than this: memory is not ours to spend.
 _LARGEST_USUAL_BATCH = 1024
-# Arguments that the plan sets, so callers of `fit` must not.
-_SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
-# Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
-_NOT_WITH_A_PLAN = {
-    "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class, of which the "
-    "largest is 1: clipping undoes larger ones",
-    "validation_split": "split the data beforehand and pass `validation_data`",
-}
 
 
 class PlanOffer(NamedTuple):
@@ -377,12 +364,8 @@ class PrivacyPlan:
           ValueError: if the optimizer releases more about the examples than `other_events` say.
           NotPrivateError: if its noise has a `seed`.
         """
-        for name, instead in _SET_IN_OPTIMIZER.items():
-            if name in kwargs:
-                raise TypeError(
-                    f"`{name}` is set by the plan: {instead}. Received: {name}={kwargs[name]!r}"
-                )
-        _require_class_with_ledger(optimizer_class)
+        refuse_optimizer_arguments(kwargs)
+        require_class_with_ledger(optimizer_class)
         arguments = inspect.signature(optimizer_class).parameters
         if l2_norm_clip is not None:
             kwargs["l2_norm_clip"] = l2_norm_clip
@@ -569,21 +552,7 @@ class PrivacyPlan:
           BudgetExceededError: if the model has already spent the budget.
           RuntimeError: if the run in the directory is finished, but none of its epochs was saved.
         """
-        for name, instead in _NOT_WITH_A_PLAN.items():
-            if fit_arguments.get(name) is not None:
-                raise TypeError(
-                    f"`plan.fit` does not support `{name}`: {instead}. Received: "
-                    f"{name}={fit_arguments[name]!r}"
-                )
-        given = [name for name in _SET_IN_FIT if name in fit_arguments]
-        if given:
-            are, them = ("is", "it") if len(given) == 1 else ("are", "them")
-            there = {"batch_size", "epochs"}.issuperset(given)
-            raise TypeError(
-                f"{' and '.join(f'`{name}`' for name in given)} {are} set by the plan. Remove "
-                f"{them} here{f', or change {them} in `PrivacyPlan(...)`' if there else ''}. "
-                "Received: " + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
-            )
+        refuse_fit_arguments(fit_arguments)
         return self._training.fit(
             model,
             data=(x, y, sample_weight),
@@ -778,39 +747,6 @@ class PrivacyPlan:
             "other_events": [repr(event) for event in self.other_events],
             "noise": noise_strategies.serialize(self.noise),
         }
-
-
-def _require_class_with_ledger(optimizer_class: Any) -> None:
-    """Raises TypeError unless it is an optimizer class of the library."""
-    if has_ledger(optimizer_class) and not isinstance(optimizer_class, type):
-        raise TypeError(
-            "`optimizer_class` must be a class, not an instance: pass "
-            f"`{type(optimizer_class).__name__}`, and its other arguments by name, as in "
-            "`plan.optimizer(tf_adaptive_dp.ADADP, l2_norm_clip=1.0)`. Received: "
-            f"optimizer_class={optimizer_class!r}"
-        )
-    if not (isinstance(optimizer_class, type) and has_ledger(optimizer_class)):
-        raise TypeError(
-            "`optimizer_class` must be an optimizer class of tf_adaptive_dp, "
-            f"{_class_to_pass(optimizer_class)}. Received: optimizer_class={optimizer_class!r}"
-        )
-
-
-def _class_to_pass(given: Any) -> str:
-    """Which class to pass in place of a name, or of an optimizer of Keras."""
-    own = [name for name in optimizers.__all__ if has_ledger(getattr(optimizers, name))]
-    named = {name.lower(): f"tf_adaptive_dp.{name}" for name in own}
-    for name in dir(tf.keras.optimizers):
-        if name.lower() not in _NO_RULE and isinstance(getattr(tf.keras.optimizers, name), type):
-            made = f"tf_adaptive_dp.make_dp_optimizer_class(tf.keras.optimizers.{name})"
-            named[name.lower()] = named.get(f"dp{name.lower()}", made)
-    kind = given if isinstance(given, type) else type(given)
-    name = given if isinstance(given, str) else kind.__name__
-    if isinstance(given, str) or issubclass(kind, tf.keras.optimizers.Optimizer):
-        private = named.get(name.lower())
-        if private is not None:
-            return f"here `{private}`; pass its other arguments, such as `learning_rate`, by name"
-    return "such as `tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras class"
 
 
 def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:

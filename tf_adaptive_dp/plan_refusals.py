@@ -1,4 +1,4 @@
-"""What a plan rejects, and warns of: optimizers, models and data that it cannot train with."""
+"""What a plan rejects, and warns of: arguments, optimizers, models and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp import checks
+from tf_adaptive_dp import checks, optimizers
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import steps_per_call
 from tf_adaptive_dp._keras.tracebacks import is_filtering, level_of_caller
@@ -28,6 +28,24 @@ from tf_adaptive_dp.sampling.sources import Arrays, Records, are_finite
 from tf_adaptive_dp.validation.layer_findings import has_own, named_layers, needs_targets
 from tf_adaptive_dp.validation.unit_findings import small_weight_findings, unit_findings
 
+# Arguments that the plan sets, so callers of `optimizer` must not, and what to do instead.
+_SET_IN_OPTIMIZER = {
+    "noise": "pass it to `PrivacyPlan(...)`",
+    "noise_multiplier": "pass it to `PrivacyPlan(...)`, in place of `epsilon`",
+    "expected_batch_size": "pass it to `PrivacyPlan(...)`, as `batch_size`",
+    "num_microbatches": "leave it out, since its batches have none",
+    "examples_per_user": "pass it to `PrivacyPlan(...)`, with `user_ids`",
+}
+# Classes in `keras.optimizers` that have no update rule of their own, in lower case.
+_NO_RULE = ("lossscaleoptimizer", "multioptimizer", "optimizer", "optimizermap")
+# Arguments that the plan sets, so callers of `fit` must not.
+_SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
+# Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
+_NOT_WITH_A_PLAN = {
+    "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class, of which the "
+    "largest is 1: clipping undoes larger ones",
+    "validation_split": "split the data beforehand and pass `validation_data`",
+}
 # What Python, Keras and TensorFlow say if a step takes a batch of three parts for one of others.
 _OF_TUPLES = (
     "too many values to unpack",
@@ -65,6 +83,67 @@ class PrivacyPlanLike(Protocol):
 
     def report(self, path: str) -> None:
         """See `PrivacyPlan`."""
+
+
+def refuse_optimizer_arguments(kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for an argument of `plan.optimizer` that the plan sets."""
+    for name, instead in _SET_IN_OPTIMIZER.items():
+        if name in kwargs:
+            raise TypeError(
+                f"`{name}` is set by the plan: {instead}. Received: {name}={kwargs[name]!r}"
+            )
+
+
+def require_class_with_ledger(optimizer_class: Any) -> None:
+    """Raises TypeError unless it is an optimizer class of the library."""
+    if has_ledger(optimizer_class) and not isinstance(optimizer_class, type):
+        raise TypeError(
+            "`optimizer_class` must be a class, not an instance: pass "
+            f"`{type(optimizer_class).__name__}`, and its other arguments by name, as in "
+            "`plan.optimizer(tf_adaptive_dp.ADADP, l2_norm_clip=1.0)`. Received: "
+            f"optimizer_class={optimizer_class!r}"
+        )
+    if not (isinstance(optimizer_class, type) and has_ledger(optimizer_class)):
+        raise TypeError(
+            "`optimizer_class` must be an optimizer class of tf_adaptive_dp, "
+            f"{_class_to_pass(optimizer_class)}. Received: optimizer_class={optimizer_class!r}"
+        )
+
+
+def _class_to_pass(given: Any) -> str:
+    """Which class to pass in place of a name, or of an optimizer of Keras."""
+    own = [name for name in optimizers.__all__ if has_ledger(getattr(optimizers, name))]
+    named = {name.lower(): f"tf_adaptive_dp.{name}" for name in own}
+    for name in dir(tf.keras.optimizers):
+        if name.lower() not in _NO_RULE and isinstance(getattr(tf.keras.optimizers, name), type):
+            made = f"tf_adaptive_dp.make_dp_optimizer_class(tf.keras.optimizers.{name})"
+            named[name.lower()] = named.get(f"dp{name.lower()}", made)
+    kind = given if isinstance(given, type) else type(given)
+    name = given if isinstance(given, str) else kind.__name__
+    if isinstance(given, str) or issubclass(kind, tf.keras.optimizers.Optimizer):
+        private = named.get(name.lower())
+        if private is not None:
+            return f"here `{private}`; pass its other arguments, such as `learning_rate`, by name"
+    return "such as `tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras class"
+
+
+def refuse_fit_arguments(fit_arguments: dict[str, Any]) -> None:
+    """Raises TypeError for an argument of `plan.fit` that the plan sets, or cannot pass on."""
+    for name, instead in _NOT_WITH_A_PLAN.items():
+        if fit_arguments.get(name) is not None:
+            raise TypeError(
+                f"`plan.fit` does not support `{name}`: {instead}. Received: "
+                f"{name}={fit_arguments[name]!r}"
+            )
+    given = [name for name in _SET_IN_FIT if name in fit_arguments]
+    if given:
+        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        there = {"batch_size", "epochs"}.issuperset(given)
+        raise TypeError(
+            f"{' and '.join(f'`{name}`' for name in given)} {are} set by the plan. Remove "
+            f"{them} here{f', or change {them} in `PrivacyPlan(...)`' if there else ''}. "
+            "Received: " + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
+        )
 
 
 def check_optimizer(plan: PrivacyPlanLike, optimizer: Any) -> None:
