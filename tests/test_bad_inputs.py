@@ -14,7 +14,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.unchanged import assert_refused
-from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting.releases import Releases
 
 X, Y = catalogue.data()
 NAN, INF = math.nan, math.inf

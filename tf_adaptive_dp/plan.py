@@ -16,8 +16,8 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import accountants, calibration, noise_strategies
-from tf_adaptive_dp.accounting.ledger import checked_events, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
+from tf_adaptive_dp.accounting.terms import checked_events, missing_events
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.normalization import PrivateNormalization

@@ -16,8 +16,9 @@ from tf_adaptive_dp import checks, optimizers
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import steps_per_call
 from tf_adaptive_dp._keras.tracebacks import is_filtering, level_of_caller
-from tf_adaptive_dp.accounting.ledger import has_ledger, missing_events
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
+from tf_adaptive_dp.accounting.terms import missing_events
 from tf_adaptive_dp.callbacks.common import longer_plan
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.normalization import some_of

@@ -13,12 +13,8 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import accountants, composition
 from tf_adaptive_dp.accounting.accountants import is_unprotected, unprotected
-from tf_adaptive_dp.accounting.ledger import (
-    BatchChecks,
-    Segment,
-    is_chosen_by_search,
-    ledger_of,
-)
+from tf_adaptive_dp.accounting.ledger import is_chosen_by_search, ledger_of
+from tf_adaptive_dp.accounting.releases import BatchChecks, Segment
 from tf_adaptive_dp.accounting.tf_privacy import tf_privacy_paragraph
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
@@ -178,7 +174,7 @@ def privacy_statement(
 
     Example:
       >>> from tf_adaptive_dp.accounting import Releases
-      >>> from tf_adaptive_dp.accounting.ledger import BatchChecks
+      >>> from tf_adaptive_dp.accounting.releases import BatchChecks
       >>> from tf_adaptive_dp.statement import privacy_statement
       >>> ledger = Releases([(2.0, 200.0, 6_000)], checks=[BatchChecks(checked=6_000)])
       >>> text = privacy_statement(ledger, 60_000, 1e-5, sampling="poisson")

@@ -11,8 +11,8 @@ from federated.privacy.user_ledger import UserLedger
 from tf_adaptive_dp import checks, statement
 from tf_adaptive_dp.accounting.accountants import Counts, composed_epsilon
 from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
-from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.accounting.noise_strategies import BandedNoise
+from tf_adaptive_dp.accounting.releases import Releases
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 from tf_adaptive_dp.statement import Unit

@@ -15,7 +15,8 @@ import tree
 from federated.privacy.side_information import SideInformation
 from federated.privacy.user_level import BANDED_ARGUMENTS, UserLevelPrivacy
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.releases import Segment
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.side_information import provenance as provenances
 

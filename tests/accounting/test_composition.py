@@ -23,7 +23,8 @@ from tf_adaptive_dp.accounting.composition import (
     releases_left,
     repeated,
 )
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Ledger, Releases, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases, Segment
 from tf_adaptive_dp.sampling import sampling_epsilon
 
 N, DELTA = 60_000, 1e-5

@@ -16,7 +16,7 @@ from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting import BandedNoise, earlier_releases
-from tf_adaptive_dp.accounting.ledger import Segment
+from tf_adaptive_dp.accounting.releases import Segment
 
 
 def variables(number=1):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting import BandedNoise, epsilon_spent
-from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.releases import Releases, Segment
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import PoissonSampling
 

@@ -10,7 +10,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.catalogue import with_noise_of_1 as compiled
 from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases, Segment
 from tf_adaptive_dp.durable import ledger_file as files
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 

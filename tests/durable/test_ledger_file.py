@@ -10,7 +10,8 @@ import warnings
 import pytest
 
 from tf_adaptive_dp import ReleaseLog
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.releases import Segment
 from tf_adaptive_dp.durable import ledger_file as files
 from tf_adaptive_dp.durable.files import Clock
 from tf_adaptive_dp.durable.ledger_file import SegmentFile

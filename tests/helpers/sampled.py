@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tf_adaptive_dp.accounting.ledger import Releases, Segment
+from tf_adaptive_dp.accounting.releases import Releases, Segment
 from tf_adaptive_dp.sampling import draws
 
 KEY = draws.new_key(seed=7)

@@ -16,7 +16,7 @@ from scipy import stats
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases
 from tf_adaptive_dp.mechanism import batch_sizes
 from tf_adaptive_dp.sampling import sampling_epsilon
 

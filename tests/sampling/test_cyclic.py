@@ -14,7 +14,7 @@ import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, numbered
 from tests.sampling.test_law import accepts, frequencies_fit, largest_covariance
 from tf_adaptive_dp.accounting import BandedNoise, Releases, ToeplitzNoise, TreeNoise, batch_order
-from tf_adaptive_dp.accounting.ledger import BatchChecks
+from tf_adaptive_dp.accounting.releases import BatchChecks
 from tf_adaptive_dp.sampling import (
     CyclicPoissonSampling,
     FixedOrder,

@@ -16,7 +16,7 @@ from tests.helpers.sampled import KEY, numbered
 from tests.helpers.strategies import strategy_matrix
 from tf_adaptive_dp import report
 from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases, TreeNoise
-from tf_adaptive_dp.accounting.ledger import BatchChecks
+from tf_adaptive_dp.accounting.releases import BatchChecks
 from tf_adaptive_dp.mechanism.draw_numbers import Seen
 from tf_adaptive_dp.sampling import (
     FixedOrder,

@@ -19,7 +19,7 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_spent,
     epsilon_without_amplification,
 )
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases, Segment
 from tf_adaptive_dp.mechanism import draw_numbers
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.statement import privacy_statement

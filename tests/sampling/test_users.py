@@ -10,7 +10,7 @@ from scipy import stats
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, fake_ledger
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases
 from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.users import UserRecords

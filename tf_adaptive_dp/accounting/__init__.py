@@ -8,7 +8,7 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_without_amplification,
     releases_left,
 )
-from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
     IndependentNoise,
@@ -16,6 +16,7 @@ from tf_adaptive_dp.accounting.noise_strategies import (
     ToeplitzNoise,
     TreeNoise,
 )
+from tf_adaptive_dp.accounting.releases import Releases, Segment
 
 __all__ = [
     "BandedNoise",

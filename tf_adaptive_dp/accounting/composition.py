@@ -34,15 +34,9 @@ from tf_adaptive_dp.accounting.accountants import (
     composed_epsilon,
     composed_event,
 )
-from tf_adaptive_dp.accounting.ledger import (
-    BatchChecks,
-    Ledger,
-    Releases,
-    Segment,
-    ledger_of,
-    wrong_size,
-)
+from tf_adaptive_dp.accounting.ledger import Ledger, ledger_of, wrong_size
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases, Segment
 
 __all__ = [
     "dp_event",

@@ -14,13 +14,9 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import local_copies, native
-from tf_adaptive_dp.accounting.ledger import (
-    Ledger,
-    Segment,
-    is_chosen_by_search,
-    joined,
-    missing_events,
-)
+from tf_adaptive_dp.accounting.ledger import Ledger, is_chosen_by_search
+from tf_adaptive_dp.accounting.releases import Segment, joined
+from tf_adaptive_dp.accounting.terms import missing_events
 
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 # The variables that have this attribute, by the handles of their copies.

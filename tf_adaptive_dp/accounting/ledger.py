@@ -20,10 +20,8 @@ from tf_adaptive_dp.accounting.releases import (
     MAX_SEGMENTS,
     BatchChecks,
     Contents,
-    Releases,
     Segment,
     checks_after,
-    joined,
     segment_for,
 )
 from tf_adaptive_dp.accounting.terms import (
@@ -35,22 +33,7 @@ from tf_adaptive_dp.accounting.terms import (
 )
 from tf_adaptive_dp.accounting.watermark import AT_THE_START, Watermark, watermark_after
 
-__all__ = [
-    "BatchChecks",
-    "Ledger",
-    "Releases",
-    "Segment",
-    "Terms",
-    "checked_events",
-    "digest",
-    "gaussian_events",
-    "has_ledger",
-    "is_chosen_by_search",
-    "joined",
-    "ledger_of",
-    "missing_events",
-    "wrong_size",
-]
+__all__ = ["Ledger", "has_ledger", "is_chosen_by_search", "ledger_of", "wrong_size"]
 
 
 class Ledger:

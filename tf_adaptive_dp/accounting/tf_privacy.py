@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
+from tf_adaptive_dp.accounting.releases import BatchChecks, Segment
 from tf_adaptive_dp.wording import format_epsilon, paragraph
 
 

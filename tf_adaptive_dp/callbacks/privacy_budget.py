@@ -11,8 +11,7 @@ from tf_adaptive_dp._keras.models import forget_saved_metrics, steps_per_call
 from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.accounting.accountants import unprotected
 from tf_adaptive_dp.accounting.composition import MAX_RELEASES
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
-from tf_adaptive_dp.accounting.releases import Contents
+from tf_adaptive_dp.accounting.releases import BatchChecks, Contents, Segment
 from tf_adaptive_dp.callbacks.common import (
     NumExamplesCheck,
     PrivateCallback,

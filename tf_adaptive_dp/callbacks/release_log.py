@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment, has_ledger, wrong_size
+from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, wrong_size
+from tf_adaptive_dp.accounting.releases import Segment
 from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.releases import Segment
 from tf_adaptive_dp.durable import files
 
 # Room for `Ledger.MAX_SEGMENTS` segments of at most 73 characters.

@@ -11,7 +11,7 @@ from tf_adaptive_dp._keras.callers import running_models
 from tf_adaptive_dp._keras.graphs import is_symbolic
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.variables import local_copies, native
-from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.accounting.terms import missing_events
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.frames import handles_read
 from tf_adaptive_dp.normalization.layer import PrivateNormalization, applied_normalizations

@@ -22,15 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting.ledger import (
-    BatchChecks,
-    Ledger,
-    Segment,
-    Terms,
-    digest,
-    gaussian_events,
-    joined,
-)
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.releases import BatchChecks, Segment, joined
+from tf_adaptive_dp.accounting.terms import Terms, digest, gaussian_events
 from tf_adaptive_dp.errors import NotPrivateError
 
 

@@ -10,13 +10,13 @@ from typing import Any, Union
 import dp_accounting
 
 from tf_adaptive_dp.accounting import calibration
-from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
     IndependentNoise,
     NoiseStrategy,
     prefix_error,
 )
+from tf_adaptive_dp.accounting.releases import Releases
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.poisson import PoissonSampling

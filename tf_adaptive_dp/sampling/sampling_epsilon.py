@@ -7,7 +7,7 @@ from typing import Any
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
+from tf_adaptive_dp.accounting.releases import BatchChecks, Releases, Segment
 from tf_adaptive_dp.sampling.draws import (
     Sampling,
     check_unit,

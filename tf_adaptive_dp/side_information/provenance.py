@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting.accountants import is_unprotected
-from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.accounting.terms import missing_events
 from tf_adaptive_dp.errors import NotPrivateError
 
 

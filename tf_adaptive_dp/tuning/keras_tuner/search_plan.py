@@ -9,7 +9,7 @@ from typing import Any
 import dp_accounting
 
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Releases, Segment
+from tf_adaptive_dp.accounting.releases import Releases, Segment
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
