@@ -380,6 +380,18 @@ def test_what_was_restored_is_noticed_when_it_is_lost(tmp_path):
         ledger.require_nothing_lost()
 
 
+def test_a_state_that_was_loaded_does_not_hide_the_fewest_units_from_a_record(tmp_path):
+    ledger, checkpoint = with_checkpoint()
+    path = checkpoint.save(tmp_path / "before")
+    ledger.note_units(150)
+    record_all(ledger, [(1.0, 100.0)], "eager")
+    segments = ledger.segments
+    checkpoint.restore(path)
+    assert ledger.fewest_units is None
+    ledger.restore(segments)
+    assert ledger.fewest_units == 150
+
+
 def test_the_fewest_units_of_all_releases_count():
     ledger = Ledger(zoo.add_variable)
     for noted in (100, 300, 200):  # nothing was released, so earlier numbers do not matter
