@@ -336,6 +336,9 @@ COPYING = {
         lambda x, y: Dataset.from_tensors((x, y)).repeat(tf.cast(y, tf.int64) + 1)
     ),
     "interleave": lambda: Dataset.range(3).interleave(lambda _: single()),
+    "interleave of who knows how many": lambda: (
+        Dataset.range(3).filter(lambda i: i > 0).interleave(lambda _: single())
+    ),
     "flat_map": lambda: Dataset.range(2).flat_map(
         lambda i: single().map(lambda x, y: (x + tf.cast(i, tf.float32), y))
     ),
@@ -373,11 +376,18 @@ def seeded(i):
     return tf.random.stateless_uniform([], seed, maxval=len(X), dtype=tf.int32)
 
 
+HELD = tf.Variable(X, trainable=False)
 DRAWING = {
     "of each example": lambda: Dataset.range(32).map(lambda _: rows_of(any_index())).batch(4),
     "by a seed": lambda: Dataset.range(32).map(lambda i: rows_of(seeded(i))).batch(4),
     "by the slice": lambda: (
         Dataset.range(32).map(lambda _: (tf.constant(X)[any_index()], 0)).batch(4)
+    ),
+    "out of a variable": lambda: (
+        Dataset.range(32).map(lambda _: (tf.gather(HELD, any_index()), 0)).batch(4)
+    ),
+    "out of a variable, of batches": lambda: Dataset.range(9).map(
+        lambda _: tf.gather_nd(HELD, any_index([4, 1]))
     ),
     "of batches": lambda: Dataset.range(9).map(lambda _: rows_of(any_index([4]))),
     "by logits": lambda: Dataset.range(9).map(

@@ -123,7 +123,7 @@ def _draws_rows_again(dataset: tf.data.Dataset, batched: bool) -> bool:
 
 # Data sets that hold no examples.
 _COUNTERS = ("Random", "Range", "Tensor")
-_GATHERS = ("Gather", "GatherNd", "GatherV2")
+_GATHERS = ("Gather", "GatherNd", "GatherV2", "ResourceGather", "ResourceGatherNd")
 # Indices that these return differ from each other.
 _DIFFERENT = ("RandomShuffle", "TopK", "TopKV2", "Where")
 
