@@ -154,6 +154,53 @@ OTHER = {
 }
 
 
+def interrupted(tmp_path, monkeypatch, strategy):
+    """A search of three trials that a fake interruption ended in the second, and its arguments."""
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 3)
+    arguments = {"strategy": strategy, "num_trials": 3}
+    tuned.Fake(monkeypatch, 0.5, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path, **arguments))
+    return arguments
+
+
+@pytest.mark.slow_on(2)
+def test_where_only_the_winner_is_shown_trials_have_the_same_data(tmp_path, monkeypatch):
+    """Trials before and after an interruption would follow two distributions."""
+    arguments = interrupted(tmp_path, monkeypatch, "repeat_and_select")
+    before = tuned.everything_in(tmp_path)
+    tuned.Fake(monkeypatch, 0.25, 0.75)
+    (x, y), validation = tuned.data(), tuned.data(16, seed=1)
+    changed = {
+        "inputs": (x + np.eye(len(x), 3, dtype="float32"), y, validation),
+        "targets": (x, 1 - y, validation),
+        "validation": (x, y, tuned.data(16, seed=2)),
+    }
+    for train_x, train_y, validation_data in changed.values():
+        with pytest.raises(ValueError, match="must be those that the search began with"):
+            made = tuned.tuner(tmp_path, **arguments)
+            made.search(train_x, train_y, 8, 2, validation_data=validation_data)
+    assert tuned.everything_in(tmp_path) == before
+    assert "data" in json.loads(tuned.journal_lines(tmp_path)[0][:-9])["plan"]
+    as_tensors = tuple(map(tf.constant, validation))
+    made = tuned.tuner(tmp_path, **arguments)
+    made.search(x.copy(), y.copy(), 8, 2, validation_data=as_tensors)
+    # No trace of the data is left to guess them by.
+    result = (tmp_path / "search" / "result.json").read_text()
+    assert "digest" not in result and not (tmp_path / "search" / "secret").exists()
+
+
+@pytest.mark.slow_on(2)
+def test_where_all_trials_are_shown_they_may_have_other_data(tmp_path, monkeypatch):
+    """Whatever each example met, it was in no more releases than are counted."""
+    arguments = interrupted(tmp_path, monkeypatch, "composition")
+    tuned.Fake(monkeypatch, 0.25, 0.75)
+    x, y = tuned.data()
+    made = tuned.tuner(tmp_path, **arguments)
+    made.search(x + 1e-7, y, 8, 2, verbose=0, validation_data=tuned.data(16, seed=1))
+    assert len(made.oracle.get_best_trials(3)) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("finished", [False, True])
 def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, finished):

@@ -24,7 +24,7 @@ from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.sampling import datasets, draws, sampling_epsilon
+from tf_adaptive_dp.sampling import datasets, draws, sampling_epsilon, sources
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import space
 from tf_adaptive_dp.tuning.strategies import (
@@ -308,6 +308,26 @@ class FitArguments:
             for name, value in self.arguments.items()
             if name not in (*_OF_SCHEDULE, *_OF_PROCESS) and value is not None
         }
+
+    def fingerprints(self, salt: bytes) -> list[str]:
+        """A `sources.fingerprint` of each array for training or validation. They are NOT private.
+
+        Data that come in batches have none.
+
+        Args:
+          salt: 16 random bytes.
+        """
+        given = [self.arguments.get(name) for name in ("x", "y", "sample_weight")]
+        arrays = (
+            leaf
+            for leaf in tf.nest.flatten([*given, self.validation])
+            if isinstance(leaf, (np.ndarray, tf.Tensor)) or hasattr(leaf, "to_numpy")
+        )
+        return [
+            sources.fingerprint(sources.Arrays((array,)), salt)
+            for array in arrays
+            if len(array.shape)
+        ]
 
     @property
     def num_rows(self) -> int | None:

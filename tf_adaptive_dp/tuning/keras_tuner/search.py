@@ -117,9 +117,13 @@ class Search:
             draws = self._oracle.draws(self._plan.strategy)
             ids = [secrets.token_hex(8) for _ in draws]
             drawn = {"noise_multiplier": noise_multiplier, "draws": draws, "ids": ids}
+            if not self._plan.strategy.releases_all:
+                salt = secrets.token_bytes(16)
+                drawn["data"] = {"salt": salt.hex(), "digests": self._data.fingerprints(salt)}
             journal.begin(self.describe(), drawn)
         else:
             search_journal.compare(journal.search, self.describe(), str(self._folder))
+            self._require_same_data(journal)
             self._require_newest(journal)
         draws = journal.drawn["draws"]
         self._models = journal.models
@@ -141,6 +145,26 @@ class Search:
     def _trial(self, trial_id: str, journal: search_journal.SearchJournal) -> PrivateTrial:
         noise_multiplier = journal.drawn["noise_multiplier"]
         return PrivateTrial(self._plan, noise_multiplier, self._folder / f"trial_{trial_id}")
+
+    def _require_same_data(self, journal: search_journal.SearchJournal) -> None:
+        """Raises if arrays changed since a search began that may show its winner only.
+
+        The price of such a search holds for trials that are all alike. Those of older journals are
+        not known.
+        """
+        before = journal.drawn.get("data")
+        if before is None:
+            return
+        if self._data.fingerprints(bytes.fromhex(before["salt"])) != before["digests"]:
+            raise ValueError(
+                "The arrays for training and validation must be those that the search began with, "
+                "in the same order: only the winner is shown, and what that costs is known if all "
+                "candidates are trained and compared on the same data. Nothing was changed. "
+                "Features that you compute must be computed once and stored, since their last bits "
+                "may differ from run to run. Pass the same arrays to resume, or start over with "
+                "another `project_name`; what that search spent stays spent. Received: other "
+                f"values of the same shapes, with folder {str(self._folder)!r}"
+            )
 
     def _require_newest(self, journal: search_journal.SearchJournal) -> None:
         """Raises if a trial has left files that, says the journal, did not begin."""

@@ -144,7 +144,8 @@ class HonestTuner(keras_tuner.Tuner):
 
         Raises:
           ValueError: if the budget cannot be met, or arguments do not suit a search or differ from
-            those it began with; then nothing was changed.
+            those it began with; then nothing was changed. Where only the winner may be shown, the
+            values of arrays are compared, too.
           NotPrivateError: if a model would not cost what was planned, or something ended a trial
             early. Correct it and call `search` again. In a search that has begun, correct only what
             cannot change the trained models; otherwise, or if the space changes, start over with
