@@ -387,6 +387,19 @@ def test_an_example_whose_uses_of_a_variable_cancel_takes_nothing_from_the_other
     }[form]
     first[7], second[7] = size * symmetric, -size * symmetric
     made = used_twice(form, first, second)
+    assert_takes_nothing_from_the_others(made)
+
+
+@pytest.mark.parametrize("size", [1e8, 1e12])
+def test_a_row_that_an_example_reads_several_times_takes_nothing_from_the_others(size):
+    delta = np.stack([normal(0, 50, 4), normal(1, 50, 4)], axis=1)
+    delta[7, 0], delta[7, 1] = size, -size
+    ids = tf.zeros([50, 2], tf.int32)
+    assert_takes_nothing_from_the_others(SparseGradient((4, 4), ids, tf.constant(delta)))
+
+
+def assert_takes_nothing_from_the_others(made):
+    """Example 7 of 50 moves the clipped sum by C at most, also by its rounding."""
     norms = tf.sqrt(made.squared_norms(None, None))
     weights = tf.minimum(1.0, 1.0 / norms)
     others = weights * (1.0 - tf.one_hot(7, 50))
