@@ -54,12 +54,12 @@ EXACT = {
 }
 
 
-def runner(loss, jit=False, through=lambda w: w, **kwargs):
+def runner(loss, jit=False, through=lambda w: w, signature=None, **kwargs):
     """The optimizer, its variable, and a step of a custom loop."""
     optimizer = dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0, learning_rate=0.1, **kwargs)
     kernel = tf.Variable([[0.5], [-0.3]])
 
-    @tf.function(jit_compile=jit, reduce_retracing=True)
+    @tf.function(jit_compile=jit, reduce_retracing=True, input_signature=signature)
     def step(x, y, w):
         with tf.GradientTape() as tape:
             outputs = tf.matmul(x, kernel) + tf.reduce_sum(kernel)
@@ -120,6 +120,18 @@ def test_weights_are_known_in_other_forms(through, jit):
     else:
         with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes"):
             run(drawn())
+
+
+@pytest.mark.slow_on(2)
+@pytest.mark.parametrize("rows", [80, None])
+def test_weights_are_known_if_either_they_or_the_losses_do_not_show_their_size(rows):
+    """As of a model with a fixed batch size, or of batches that Python changed."""
+    shapes = [rows, 2], [rows, 1], [80 if rows is None else None]
+    dtypes = tf.float32, tf.float64, tf.float32
+    signature = [tf.TensorSpec(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
+    _, _, run = runner(CONTRIBUTE["weights ignored"], signature=signature)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes"):
+        run(drawn())
 
 
 @pytest.mark.slow

@@ -199,7 +199,8 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
     # The marks in the batch of another replica say nothing about the rows of this one.
     known = of_this_replica([t for t in known if t is not None], losses)
     vectors = [weights_of_rows(t) for t in known]
-    weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
+    # Either may show its size when the other does not; the step compares them.
+    weights = [v for v in vectors if v is not None and (size is None or v.shape[0] in (size, None))]
     if not weights:
         return None
     weights = [tf.cast(w, tf.float32) for w in weights]
