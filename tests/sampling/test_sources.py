@@ -445,6 +445,19 @@ def test_functions_that_make_data_sets_may_not_copy_examples(way):
         dp.poisson_batches(data, dp.PoissonSampling(0.1, 20, steps=4))
 
 
+@pytest.mark.parametrize("method", ["concatenate", "sample_from_datasets"])
+def test_data_sets_that_are_joined_may_not_be_made_of_equal_arrays(method):
+    def joined(x):
+        one, other = (Dataset.from_tensor_slices(arrays) for arrays in ((X, Y), (x, Y.copy())))
+        if method == "concatenate":
+            return one.concatenate(other.map(lambda x, y: (-x, y)))
+        return Dataset.sample_from_datasets([one, other.shuffle(9)])
+
+    assert copies_in_batches(joined(X.copy()).batch(4)) == [method]
+    assert gives_copies(joined(X.copy()))
+    assert not copies_in_batches(joined(X + 1).batch(4)) and not gives_copies(joined(X + 1))
+
+
 @pytest.mark.parametrize("way", ONCE)
 def test_functions_may_make_data_sets_of_parts(way):
     data = ONCE[way]()
