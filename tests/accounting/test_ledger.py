@@ -127,6 +127,9 @@ def test_after_an_overflow_the_worst_parameters_go_on_without_change():
     assert all(SmallLedger.extends(ledger.segments, earlier) for earlier in listed)
     with_more_noise = [*listed[2], Segment(1.5, 2.0, 3)]
     assert not SmallLedger.extends(ledger.segments, with_more_noise)
+    *before, last = ledger.segments
+    in_larger_batches = [*before, last._replace(batch_size=2 * last.batch_size, num_releases=1)]
+    assert not SmallLedger.extends(ledger.segments, in_larger_batches)
 
 
 @hypothesis.settings(max_examples=30)

@@ -481,6 +481,11 @@ def test_batches_that_are_divided_anew_may_not_span_two_passes():
     assert copies_in_batches(of_32.batch(5, drop_remainder=True).repeat().rebatch(4)) == ["repeat"]
 
 
+def test_passes_that_batches_divide_may_not_be_shuffled_together():
+    assert not copies_in_batches(single().shuffle(9).repeat(2).map(lambda *e: e).batch(8))
+    assert copies_in_batches(single().repeat(2).shuffle(9).batch(8)) == ["repeat"]
+
+
 def test_the_order_within_functions_may_be_random():
     """By their places, users would be given the examples of others."""
     assert has_random_order(each(single().shuffle(9)))
@@ -498,6 +503,8 @@ def drawn(**kwargs):
 def test_parts_of_draws_may_not_be_rearranged_by_functions():
     parts = drawn(gradient_accumulation_steps=2)
     assert rearranges_parts(parts, 2, is_draw) is None
+    assert rearranges_parts(parts.skip(2), 2, is_draw) is None
+    assert rearranges_parts(parts.skip(1), 2, is_draw) == "Skip"
     interleaved = Dataset.range(2).interleave(lambda _: parts.map(lambda *e: e), cycle_length=2)
     assert rearranges_parts(interleaved, 2, is_draw) is not None
 
