@@ -82,6 +82,62 @@ class Recomputed(Wrapper):
         return keras.remat(self.inner.call)(x)
 
 
+class RecomputedTwice(Recomputed):
+    """A layer that is recomputed within what is recomputed, and used before and after that."""
+
+    def call(self, x):
+        within = keras.remat(self.inner.call)
+        outside = keras.remat(lambda x: within(x) + self.inner(x))
+        return self.inner(outside(self.inner(x)))
+
+
+class Leaking(Recomputed):
+    """Uses a tensor of a function that is recomputed outside of it, too; Keras ignores that."""
+
+    def call(self, x):
+        kept = []
+
+        def function(x):
+            kept.append(self.inner(x))
+            return keras.ops.tanh(kept[-1])
+
+        return keras.remat(function)(x) + kept[0]
+
+
+class Capturing(Recomputed):
+    """Uses a tensor in a function that is recomputed without passing it; Keras ignores that."""
+
+    def call(self, x):
+        captured = self.inner(x)
+        return keras.remat(lambda x: x * captured)(x) + captured
+
+
+class ReadingLate(Recomputed):
+    """Uses a variable only when it is recomputed; the first run reads it and ignores it."""
+
+    def call(self, x):
+        runs = []
+
+        def function(x):
+            runs.append(self.inner(x))
+            return runs[-1] if len(runs) > 1 else x
+
+        return keras.remat(function)(x)
+
+
+class MixingAgain(layers.Layer):
+    """Looks at the other examples only when it is recomputed."""
+
+    def call(self, x):
+        runs = []
+
+        def function(x):
+            runs.append(x)
+            return x - keras.ops.mean(x, axis=0) if len(runs) > 1 else x
+
+        return keras.remat(function)(x)
+
+
 class Function(layers.Layer):
     """A function of `keras.ops` that keeps the shape."""
 
@@ -153,6 +209,11 @@ def quantized(mode):
     return make
 
 
+def recomputed(kind, *args, **kwargs):
+    """A maker of a layer that is computed again for the gradient."""
+    return lambda: Recomputed(of(kind, *args, **kwargs)())
+
+
 def with_recomputed_activations():
     with keras.RematScope(mode="activations"):
         return layers.Dense(4, activation="tanh")
@@ -176,6 +237,22 @@ TRACED = {
         [dense(), lambda: SelfAttention(layers.GroupQueryAttention(3, 4, 2))],
     ),
     "RematScope of activations": ((5,), [with_recomputed_activations]),
+    "keras.remat": ((5,), [dense(), recomputed("Dense", 4, "tanh"), recomputed("Dense", 3)]),
+    "keras.remat of LSTM": (TIME, [dense(), recomputed("LSTM", 3)]),
+    "keras.remat of GRU": (TIME, [recomputed("GRU", 3, reset_after=False)]),
+    "keras.remat of Bidirectional": (
+        TIME,
+        [dense(), lambda: Recomputed(layers.Bidirectional(layers.LSTM(2)))],
+    ),
+    "keras.remat of MultiHeadAttention": (
+        (4, 3),
+        [lambda: Recomputed(SelfAttention(layers.MultiHeadAttention(2, 3)))],
+    ),
+    "keras.remat of Conv2D": (IMAGES, [dense(3), recomputed("Conv2D", 2, 3)]),
+    "keras.remat of Embedding": (IDS, [recomputed("Embedding", 5, 3)]),
+    "keras.remat of what captures": ((5,), [lambda: Capturing(layers.Dense(5))]),
+    "keras.remat of what leaks": ((5,), [lambda: Leaking(layers.Dense(4))]),
+    "keras.remat within keras.remat": ((5,), [dense(), lambda: RecomputedTwice(layers.Dense(4))]),
     "CategoryEncoding, multi-hot": (IDS, [of("CategoryEncoding", 5, output_mode="multi_hot")]),
     "Conv1D": ((6, 3), [of("Conv1D", 4, 3, padding="causal", dilation_rate=2)]),
     "Conv1D, grouped": ((6, 4), [of("Conv1D", 4, 3, groups=2)]),
@@ -293,7 +370,9 @@ TRACED = {
     **{f"ops: {name}": ((4, 4), [dense(), function(name)]) for name in FUNCTIONS},
 }
 # The Jacobian is taken for some variables, which is exact but slow.
-WITH_JACOBIAN = {"keras.remat": ((5,), [lambda: Recomputed(layers.Dense(4, "tanh"))])}
+WITH_JACOBIAN = {
+    "keras.remat that reads late": ((5,), [lambda: ReadingLate(layers.Dense(5))]),
+}
 
 # Random, so that there is nothing to compare with; examples must stay apart all the same.
 RANDOM = {
@@ -321,6 +400,16 @@ RANDOM = {
 MIX = "[Ee]xamples in a batch affect each other"
 REFUSED = {
     "BatchNormalization": ((5,), [dense(), of("BatchNormalization")], MIX),
+    "keras.remat of BatchNormalization": (
+        (5,),
+        [dense(), lambda: Recomputed(InTraining(layers.BatchNormalization()))],
+        MIX,
+    ),
+    "keras.remat that mixes": (
+        (5,),
+        [dense(), MixingAgain],
+        "custom gradient mixes.*whose gradient reduces over the batch axis",
+    ),
     "MixUp": (IMAGES, [of("MixUp")], f"{MIX}.*picks examples by index"),
     "CutMix": (IMAGES, [of("CutMix")], f"{MIX}.*picks examples by index"),
     "Dense of float8": (

@@ -38,27 +38,15 @@ def compiled(name):
     return zoo.in_mode("graph", everything(problem, scale, shift), batch, problem.free)
 
 
-# What is not as it should be so far, by model and mode.
-IN_XLA = "tf.gradients, and so the Jacobian, gives None for a function in XLA"
-GAPS = {
-    ("xla", "recomputed"): IN_XLA,
-}
-
-
-def models(mode, names=tuple(zoo.ZOO)):
-    """Parameters: names of models, the ones in `GAPS` as expected to fail."""
-
-    def marks(name):
-        # One process tests all of a model, and computes its true gradients and its trace once.
-        yield pytest.mark.xdist_group(f"zoo: {name}")
-        if (mode, name) in GAPS:
-            yield pytest.mark.xfail(reason=GAPS[mode, name])
-
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=list(marks(n))) for n in names])
+def models(names=tuple(zoo.ZOO)):
+    """Parameters: names of models."""
+    # One process tests all of a model, and computes its true gradients and its trace once.
+    groups = {name: pytest.mark.xdist_group(f"zoo: {name}") for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in groups.items()])
 
 
 @pytest.mark.slow_after(2)
-@models("graph")
+@models()
 def test_batches_of_any_size(name):
     problem, rows = zoo.problem(name), zoo.rows(name)
     scale, shift, weights = figures(name)
@@ -70,7 +58,7 @@ def test_batches_of_any_size(name):
 
 # Convolutions cannot be asked: TensorFlow's own (oneDNN) fail on batches without examples.
 @pytest.mark.slow_after(1)
-@models("graph", ["MLP", "embedding with repeated ids", "LayerNormalization", "tied weights"])
+@models(["MLP", "embedding with repeated ids", "LayerNormalization", "tied weights"])
 def test_batches_without_examples(name):
     problem, (_, _, weights) = zoo.problem(name), figures(name)
     actual = compiled(name)(weights[:0], *(a[:0] for a in problem.batch))
@@ -89,7 +77,7 @@ def of_known_size(name, mode):
 
 
 @pytest.mark.slow
-@models("graph of fixed size")
+@models()
 def test_batches_of_known_size(name):
     of_known_size(name, "graph of fixed size")
 
@@ -98,14 +86,14 @@ IN_XLA_QUICKLY = ["MLP", "CNN", "transformer", "embedding with repeated ids", "t
 
 
 @pytest.mark.slow_after(2)
-@models("xla", IN_XLA_QUICKLY)
+@models(IN_XLA_QUICKLY)
 def test_batches_of_known_size_in_xla_quickly(name):
     of_known_size(name, "xla")
 
 
 # By name: to ask each problem would build every model of the zoo in each process that collects.
 NOT_IN_XLA = ["branch"]
-WITHOUT_RULES = ["branch", "recomputed"]
+WITHOUT_RULES = ["branch"]
 OF_NUMBERS = ["embedding with repeated ids", "masked embedding", "gathered by hand", "tied weights"]
 OF_NUMBERS += ["transformer", "transformer on text of any length"]
 
@@ -120,7 +108,7 @@ def test_nothing_is_left_out_that_could_be_asked(name):
 
 
 @pytest.mark.slow
-@models("xla", [n for n in zoo.ZOO if n not in [*NOT_IN_XLA, *IN_XLA_QUICKLY]])
+@models([n for n in zoo.ZOO if n not in [*NOT_IN_XLA, *IN_XLA_QUICKLY]])
 def test_batches_of_known_size_in_xla(name):
     of_known_size(name, "xla")
 
@@ -190,7 +178,7 @@ APART = [n for n in zoo.ZOO if n not in [*WITHOUT_RULES, *OF_NUMBERS]]
 
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@models("graph", APART)
+@models(APART)
 def test_an_example_that_is_not_finite_changes_nothing_for_the_others(name, bad):
     problem = zoo.problem(name)
     scale, shift, weights = figures(name)  # the weight of example 1 is 0

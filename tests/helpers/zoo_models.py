@@ -368,5 +368,5 @@ MODELS: dict[str, Callable[[], Problem]] = {
     "hidden in a function": stack(own.InFunction, of=floats(5, 6)),
     "loop": stack(own.Loop, of=floats(5, 4)),
     "branch": stack(own.Branch, of=floats(5, 4), rules=False, xla=False),
-    "recomputed": stack(own.Recomputed, of=floats(5, 4), rules=False),
+    "recomputed": stack(own.Recomputed, of=floats(5, 4)),
 }

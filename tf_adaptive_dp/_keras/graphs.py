@@ -319,12 +319,37 @@ def gradient_function(op: tf.Operation) -> Callable:
 
 def is_recomputation(op: tf.Operation) -> bool:
     """Whether a custom gradient is that of `tf.recompute_grad`: TensorFlow's own, computed late."""
+    return _recomputed(op) is not None
+
+
+def run_again(op: tf.Operation) -> list[tf.Tensor]:
+    """Runs the function of a recomputation once more, as its gradient does.
+
+    Args:
+      op: an operation of which `is_recomputation` is true.
+
+    Returns:
+      Its results, for the first outputs of the operation.
+    """
+    call = _recomputed(op)
+    if call is None:
+        raise ValueError(f"`op` must end a recomputed function. Received: {op.name}")
+    results = call["f"](*call["args"], **call["kwargs"])
+    return [tf.convert_to_tensor(t) for t in tf.nest.flatten(results, expand_composites=True)]
+
+
+def _recomputed(op: tf.Operation) -> dict[str, Any] | None:
+    """What the gradient of `tf.recompute_grad` will run; `None` for any other."""
     registered = inspect.getclosurevars(gradient_function(op)).nonlocals.get("tape_grad_fn")
     if registered is None:
-        return False
+        return None
     function = inspect.getclosurevars(registered).nonlocals.get("grad_fn")
-    of_tensorflow = getattr(function, "__module__", None) == custom_gradient.__name__
-    return of_tensorflow and getattr(function, "__qualname__", "").startswith("recompute_grad.")
+    if not inspect.isfunction(function) or function.__module__ != custom_gradient.__name__:
+        return None
+    if not function.__qualname__.startswith("recompute_grad."):
+        return None
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def line_of(op: tf.Operation) -> tuple[str, int] | None:

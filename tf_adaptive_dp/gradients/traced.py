@@ -22,6 +22,11 @@ from tf_adaptive_dp.gradients.jacobian import (
     jacobian_rows,
     refuse_grouped_convolutions,
 )
+from tf_adaptive_dp.gradients.recomputed import (
+    deltas_within,
+    recomputed_calls,
+    without_arguments,
+)
 from tf_adaptive_dp.gradients.rows_met import RowsMet
 from tf_adaptive_dp.gradients.rules import RULES, RuleContext
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
@@ -82,18 +87,30 @@ class TracedGradients(PerExampleGradients):
         # A custom gradient may bypass the operations before it on the way to a variable.
         custom = [t for op in ops if has_custom_gradient(op) for t in op.inputs]
         self._recomputed = set(ancestors(custom))
-        met = RowsMet(consumers, batch_axes, {t.ref() for t in penalties})
         self._handles = [handle_in(loss.graph, v) for v in variables]
-        uses = [
-            [] if h is None else find_uses(h, v.shape, consumers, batch_axes, met)
-            for h, v in zip(self._handles, variables)
-        ]
-        outputs = list({t.ref(): t for us in uses for u in us for t in outputs_of(u.op)}.values())
+
+        def find(consumers: dict) -> tuple[RowsMet, list[list[VariableUse]]]:
+            met = RowsMet(consumers, batch_axes, {t.ref() for t in penalties})
+            return met, [
+                [] if h is None else find_uses(h, v.shape, consumers, batch_axes, met)
+                for h, v in zip(self._handles, variables)
+            ]
+
+        met, uses = find(consumers)
+        calls = recomputed_calls(ops, loss, consumers)
+        met_within, within = find(without_arguments(consumers, calls)) if calls else (met, uses)
+        wanted = [t for us in [*uses, *within] for u in us for t in outputs_of(u.op)]
+        wanted += [t for call in calls for t in call.op.outputs]
+        outputs = list({t.ref(): t for t in wanted}.values())
         # One backward pass. Variables are among the targets to learn which ones the tape recorded.
         found = tape.gradient(loss, [*outputs, *variables])
         deltas = {
             t.ref(): None if d is None else tf.convert_to_tensor(d) for t, d in zip(outputs, found)
         }
+        inside = deltas_within(calls, self._handles, within, deltas) if calls else None
+        if inside is not None:
+            met, uses = met_within, within
+            deltas.update(inside)
         uses = unfold(uses, self._handles, variables, deltas, batch_axes, met)
         # A variable that only penalties use has no per-example gradients.
         connected = [

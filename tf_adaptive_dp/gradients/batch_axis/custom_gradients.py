@@ -18,6 +18,7 @@ from tf_adaptive_dp._keras.graphs import (
     has_custom_gradient,
     is_recomputation,
     place_of,
+    run_again,
     static_value,
 )
 from tf_adaptive_dp.errors import NotPrivateError
@@ -78,6 +79,9 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
     for op in ops:
         if not has_custom_gradient(op) or not any(batch_axes.depends(t) for t in op.inputs):
             continue
+        if is_recomputation(op):
+            _check_again(op, batch_axes)
+            continue
         upstream, gradients = _tried(op, batch_axes)
         for tensor, gradient in zip(op.inputs, gradients):
             if gradient is None:
@@ -85,9 +89,8 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
             expected = batch_axes[tensor]
             if isinstance(expected, (BatchAxis, OneExample)):
                 _compare(op, expected, batch_axes[gradient])
-                if not is_recomputation(op):
-                    _check_absence(op, gradient, upstream, batch_axes)
-            elif _may_be_trained(tensor) and not is_recomputation(op):
+                _check_absence(op, gradient, upstream, batch_axes)
+            elif _may_be_trained(tensor):
                 _check_sum(op, gradient, upstream, batch_axes)
 
 
@@ -111,6 +114,26 @@ def _tried(
     batch_axes.custom_gradients += found
     run(ancestors(found), batch_axes)
     return upstream, gradients
+
+
+def _check_again(op: tf.Operation, batch_axes: BatchAxes) -> None:
+    """Refuses a function that mixes examples when its gradient runs it again.
+
+    The gradient is TensorFlow's own of what that run computes, so its operations keep examples
+    apart if those of the run do.
+    """
+    before = len(op.graph.get_operations())
+    results = run_again(op)
+    made = op.graph.get_operations()[before:]
+    batch_axes.trials.update(made)
+    batch_axes.custom_gradients += results
+    ops = ancestors(results)
+    run(ops, batch_axes)
+    for result, output in zip(results, op.outputs):
+        if not isinstance(batch_axes[output], CrossExample):  # else the loss may not use it
+            _compare(op, batch_axes[output], batch_axes[result])
+    new = set(made)
+    refuse_custom_gradients([o for o in ops if o in new], batch_axes)
 
 
 def _compare(op: tf.Operation, expected: Layout, actual: Layout) -> None:

@@ -76,8 +76,9 @@ _INNER_SEED = (
     "seed: draw the numbers outside of it, in the step."
 )
 _IN_GRADIENT = (
-    "In a custom gradient the library cannot replace the seed: draw the numbers in the forward "
-    "pass, and use them in the gradient."
+    "In a custom gradient, such as that of `keras.remat`, the library cannot replace the seed: "
+    "draw the numbers in the forward pass, and use them in the gradient. Leave layers that draw "
+    "numbers, such as Dropout, out of what is computed again."
 )
 _DETERMINISM = (
     "`tf.config.experimental.enable_op_determinism` forbids secret seeds: train without it."
