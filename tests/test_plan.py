@@ -1068,6 +1068,26 @@ def test_data_sets_may_have_no_targets(seen):
     reproduces(WithAddedLoss, seen=seen)
 
 
+class Comparing(tf.keras.Model):
+    """Brings the representations of two inputs together."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = tf.keras.layers.Dense(2)
+
+    def call(self, x):
+        one, other = x
+        distances = (self.dense(one) - self.dense(other)) ** 2
+        self.add_loss(tf.reduce_mean(tf.reduce_sum(distances, axis=1)))
+        return distances
+
+
+@pytest.mark.slow_on(2)
+@pytest.mark.parametrize("several", [list, tuple])
+def test_several_inputs_without_targets_are_inputs(several):
+    reproduces(Comparing, seen=several([X, X + 1]))
+
+
 def test_validation_data_may_have_no_targets():
     assert "val_loss" in reproduces(WithOwnLoss, validation_data=(X,)) or GENERATION == 2
 
@@ -1075,7 +1095,7 @@ def test_validation_data_may_have_no_targets():
 def test_models_that_need_targets_say_so():
     plan, model = planned(), Reproducing()
     model.compile(plan.optimizer(dp.ADADP), "mse")
-    for seen in (X, tf.data.Dataset.from_tensor_slices(X)):
+    for seen in (X, (X, X), tf.data.Dataset.from_tensor_slices(X)):
         with pytest.raises(ValueError, match="`y` is missing, but .* a loss.*pass them as `y` too"):
             plan.fit(model, seen, verbose=0)
 

@@ -352,8 +352,9 @@ def examples_of(x: Any, y: Any, sample_weight: Any) -> Any:
                 "`sample_weight` needs `y`. A source of single examples gives its weights as "
                 "(x, y, sample_weight). Received: y=None"
             )
-        is_list = isinstance(x, list) and not (x and isinstance(x[0], tuple))  # not of examples
-        is_of_arrays = hasattr(x, "shape") or isinstance(x, dict) or is_list
+        # Several inputs, as `fit` of Keras has it, and not a list of examples.
+        is_several = isinstance(x, (list, tuple)) and not (x and isinstance(x[0], tuple))
+        is_of_arrays = hasattr(x, "shape") or isinstance(x, dict) or is_several
         return (_arrays("x", x),) if is_of_arrays else x
     if isinstance(y, dict) and isinstance(sample_weight, dict) and set(y) - set(sample_weight):
         raise ValueError(
