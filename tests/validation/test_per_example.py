@@ -52,6 +52,12 @@ def test_random_layers_are_compared_without_their_randomness():
     assert not report.training and report.norm_error < 1e-5
 
 
+def test_layers_that_are_random_in_prediction_too_cannot_be_compared():
+    noisy = layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))
+    with pytest.raises(ValueError, match="draws random numbers with `training=False` too.*of "):
+        dp.validation.check_per_example(model(noisy), BATCH, loss=LOSS)
+
+
 def test_sample_weights_and_several_inputs():
     one, two = tf.keras.Input([5]), tf.keras.Input([2])
     both = tf.keras.Model([one, two], layers.Dense(3)(layers.Concatenate()([one, two])))

@@ -161,6 +161,21 @@ def test_there_is_no_false_alarm_for_losses_near_zero():
     assert not probed(layers.Dense(512, "relu"), layers.Dense(4), batch=batch, loss=confident)[0]
 
 
+def noisy(x):
+    """Draws in training and in prediction, as a variational autoencoder does."""
+    return x + tf.random.normal(tf.shape(x))
+
+
+def test_there_is_no_false_alarm_for_models_that_are_random_in_prediction_too():
+    found, text = probed(layers.Lambda(noisy))
+    assert found == [] and "positions and sizes left out, since the model is random" in text
+
+
+def test_mixing_is_found_in_models_that_are_random_in_prediction_too():
+    found = probed(layers.Lambda(noisy), layers.Lambda(MIXING["softmax"])).findings
+    assert [f.kind for f in found] == ["probe"]
+
+
 def test_what_the_model_does_not_take_is_left_out_and_said():
     def ids(x):
         return tf.nn.embedding_lookup(tf.eye(4), tf.cast(x[:, 0], tf.int32))

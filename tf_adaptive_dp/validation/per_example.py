@@ -94,8 +94,9 @@ def check_per_example(
         of `poisson_batches` contributes to the loss.
       TypeError: if `model`, `loss` or `batch` has the wrong type.
       ValueError: if the model is not compiled and there is no `loss`; if the batch has fewer than
-        two examples (or users), or none whose gradient is finite; or if a model with a mixed policy
-        cannot run in float32, for example because it casts to float16.
+        two examples (or users), or none whose gradient is finite; if the model draws random numbers
+        with `training=False` too; or if a model with a mixed policy cannot run in float32, for
+        example because it casts to float16.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -185,6 +186,15 @@ def _compare(
     first, again = losses(batch, True), losses(batch, True)
     training = bool(tf.reduce_all((first == again) | (first != first)))
     if not training:
+        first, again = losses(batch, False), losses(batch, False)
+        if bool(tf.reduce_any((first != again) & (first == first))):
+            raise ValueError(
+                "Gradients can be compared only if a second run gives the same losses, and the "
+                "model draws random numbers with `training=False` too. This says nothing about "
+                "whether its examples stay apart; training searches the compiled step for that. "
+                "Draw the numbers only with `training=True`, as Dropout does. Received: "
+                f"losses of {first[0]:.6g} and {again[0]:.6g} for one example"
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warned before
             step = _compiled_step(losses, variables, batch, False, examples_per_user)
