@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import ROOT
+from tests.helpers.zoo import floats
 from tf_adaptive_dp._keras.generation import GENERATION
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -187,3 +188,28 @@ def test_a_step_that_unpacks_two_parts_fails_as_quoted_and_the_fix_helps():
         else:
             plan.fit(model, **arguments)
             assert "drawn by Poisson sampling" in " ".join(plan.statement().split())
+
+
+def test_the_ctc_loss_is_that_of_tensorflow_and_keeps_examples_apart():
+    (block,) = re.findall(r"^```python\n([^`]*def ctc_loss.*?)^```$", PAGE, re.M | re.S)
+    program = {}
+    exec(block, program)  # noqa: S102, the page is ours
+    labels = np.array([[2, 2, 1], [1, 2, 3], [3, 0, 0], [1, 1, 0]])
+    logits = tf.constant(floats(4, 7, 5))
+    lengths = tf.math.count_nonzero(labels, axis=1, dtype=tf.int32), tf.fill([4], 7)
+    found = []
+    for loss in (
+        lambda: program["ctc_loss"](labels, logits),
+        lambda: tf.nn.ctc_loss(labels, logits, *lengths, logits_time_major=False, blank_index=0),
+    ):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            losses = loss()
+        found.append((losses, tape.gradient(losses, logits)))
+    for actual, expected in zip(*found):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+    model = tf.keras.Sequential([tf.keras.Input([7, 3]), tf.keras.layers.Dense(5)])
+    model.compile("sgd", program["ctc_loss"])
+    report = dp.validation.check_per_example(model, (floats(4, 7, 3), labels))
+    assert report.norm_error < 1e-5 and report.without_rules == ()

@@ -68,8 +68,8 @@ _HINGE = (
     "`lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)`, squared or not."
 )
 _CTC = (
-    "CTC is not supported, since TensorFlow computes its gradient for the whole batch at once. "
-    "Align the labels with the time steps, and train on the cross-entropy of each."
+    "This CTC loss is not supported, since TensorFlow computes its gradient for the whole batch at "
+    "once. docs/troubleshooting.md has one that is, for sequences of one length."
 )
 
 # They take no axis; `tf.tensordot(x, y, 2)` is one of them.
