@@ -352,6 +352,8 @@ def examples_of(x: Any, y: Any, sample_weight: Any) -> Any:
                 "`sample_weight` needs `y`. A source of single examples gives its weights as "
                 "(x, y, sample_weight). Received: y=None"
             )
+        if isinstance(x, tuple) and len(x) == 1:  # what an element of a data set of x alone is
+            (x,) = x
         # Several inputs, as `fit` of Keras has it, and not a list of examples.
         is_several = isinstance(x, (list, tuple)) and not (x and isinstance(x[0], tuple))
         is_of_arrays = hasattr(x, "shape") or isinstance(x, dict) or is_several

@@ -469,10 +469,10 @@ def _self_consistent(
 ) -> float:
     """An ε with epsilon_at(delta_left(ε)) ≤ ε, or infinity.
 
-    It is the smallest one up to rounding, or that for a δ which is smaller by a factor of 1e-5.
+    It is the smallest one up to rounding, or that for a δ which is smaller by 2e-6 of itself.
     """
-    # Mostly truncation takes far less of δ than this factor, and one evaluation is enough.
-    least = delta if delta_left(0.0) == delta else delta * (1 - 1e-5)
+    # Mostly truncation takes far less of δ than this, and one evaluation is enough.
+    least = delta if delta_left(0.0) == delta else delta * (1 - 2e-6)
     spent = epsilon_at(least)
     if delta_left(spent) >= least:  # ε falls as δ grows
         return spent
