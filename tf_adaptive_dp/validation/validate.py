@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import time
 import traceback
 import warnings
@@ -469,7 +470,8 @@ def _compare_gradients(
     except NotPrivateError as error:
         return [Finding("gradients", "model", str(error), "")], "gradients differ"
     except Exception as error:  # noqa: BLE001, a model may take batches of one size only
-        return [], f"gradients not compared ({type(error).__name__})"
+        why = textwrap.shorten(str(error).partition(". ")[0], 160, placeholder=" ...")
+        return [], f"gradients not compared ({type(error).__name__}: {why})"
     unit = "examples" if examples_per_user is None else "users"
     return [], f"gradients of {report.num_examples} {unit} match those of batches of one"
 
