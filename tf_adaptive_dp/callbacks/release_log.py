@@ -61,7 +61,9 @@ class ReleaseLog(PrivateCallback):
       path: the path of the log: a new file, or the log of the run to resume. Its directory is
         created. Each process of a distributed training needs a path of its own.
       steps: the number of releases of the whole run, lost ones included. Training stops when the
-        ledger holds them. `None` leaves the end to `fit`.
+        ledger holds them, after the call of the training function that makes the last one: with
+        `steps_per_execution` above 1 there may be a few more, which count. `None` leaves the end to
+        `fit`.
       fsync: whether to wait for the disk before each call, so that the log also survives a power
         failure.
       optimizer: the private optimizer, for models that train with several (GANs); `None` for that
