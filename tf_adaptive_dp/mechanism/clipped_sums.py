@@ -83,8 +83,10 @@ class ClippedSums(NamedTuple):
     def are_bounded(self) -> tf.Tensor:
         """Whether one example changes the sums by at most C, a bool scalar.
 
-        Not if one more example that is not finite would make them zero. Padding with gradients
-        does not count here: an example that takes its place changes the sums by at most 2C.
+        It is false if one more example that is not finite would set them to zero, if an index
+        outside of a row may have spoiled others, or if the loss has other rows than the batch.
+        Padding with gradients leaves it true: an example in its place changes the sums by at most
+        2C, which `padding` shows.
         """
         return (
             (self.spoiling <= 1) & tf.equal(self.index_outside, 0) & tf.equal(self.rows_differ, 0)

@@ -336,9 +336,8 @@ class GaussianMechanism:
         """
 
         def record() -> list[tf.Tensor]:
-            order = self._check_order(
-                None, batch
-            )  # of the noise; each part was checked as it arrived
+            # That of the noise; each part was checked as it arrived.
+            order = self._check_order(None, batch)
             order = order.with_parts(batch.out_of_order, batch.order_unknown)
             with tf.control_dependencies(self._remember(arrived, order)):
                 return self._record(batch, arrived.size, draw, order).flat()

@@ -195,12 +195,11 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
         labels = [] if unpacks_itself else labels_of_step(graph)
         fed = feeds(graph.get_operations(), graph)
         known = [*known, *(t for t in fed if all(t is not other for other in (*known, *labels)))]
-    size = losses.shape[0]
     # The marks in the batch of another replica say nothing about the rows of this one.
     known = of_this_replica([t for t in known if t is not None], losses)
     vectors = [weights_of_rows(t) for t in known]
     # Either may show its size when the other does not; the step compares them.
-    weights = [v for v in vectors if v is not None and (size is None or v.shape[0] in (size, None))]
+    weights = [v for v in vectors if v is not None and v.shape.is_compatible_with(losses.shape)]
     if not weights:
         return None
     weights = [tf.cast(w, tf.float32) for w in weights]

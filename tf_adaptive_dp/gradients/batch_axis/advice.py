@@ -69,7 +69,7 @@ _HINGE = (
 )
 _CTC = (
     "This CTC loss is not supported, since TensorFlow computes its gradient for the whole batch at "
-    "once. docs/troubleshooting.md has one that is, for sequences of one length."
+    "once. docs/troubleshooting.md has one that works, for sequences of one length."
 )
 
 # They take no axis; `tf.tensordot(x, y, 2)` is one of them.
