@@ -376,6 +376,23 @@ def seeded(i):
     return tf.random.stateless_uniform([], seed, maxval=len(X), dtype=tf.int32)
 
 
+def rows_from(start, number=1):
+    return tf.slice(X, [start, 0], [number, 6]), tf.slice(Y, [start], [number])
+
+
+def block(x):
+    start = any_index() % 28
+    return x[start : start + 4, :-1], x[start : start + 4, 1:]
+
+
+def tf_x():
+    return tf.constant(X)
+
+
+def picked_from(x, times):
+    return [x[any_index()] for _ in range(times)]
+
+
 HELD = tf.Variable(X, trainable=False)
 DRAWING = {
     "of each example": lambda: Dataset.range(32).map(lambda _: rows_of(any_index())).batch(4),
@@ -393,6 +410,17 @@ DRAWING = {
     "by logits": lambda: Dataset.range(9).map(
         lambda _: rows_of(tf.random.categorical(tf.zeros([1, 32]), 4)[0])
     ),
+    "by a slice": lambda: Dataset.range(32).map(lambda _: rows_from(any_index())).batch(4),
+    "by a range of rows": lambda: (
+        Dataset.range(9).map(lambda _: tf_x()[any_index() :][:1]).batch(4)
+    ),
+    "by overlapping blocks": lambda: (
+        Dataset.range(9).map(lambda _: rows_from(any_index(), 4)).unbatch().batch(8)
+    ),
+    "in an order for each": lambda: (
+        Dataset.range(32).map(lambda _: rows_of(tf.random.shuffle(tf.range(32))[0])).batch(4)
+    ),
+    "one by one": lambda: Dataset.range(9).map(lambda _: tf.stack(picked_from(tf_x(), 4))),
     "by random elements": lambda: (
         Dataset.random(seed=1).map(lambda r: rows_of(r % 32)).take(32).batch(4)
     ),
@@ -419,6 +447,13 @@ DRAWING_ONCE = {
     "a random mask": lambda: Dataset.range(9).map(
         lambda _: rows_of(tf.where(tf.random.uniform([32]) < 0.2)[:, 0])
     ),
+    "a block": lambda: Dataset.range(9).map(lambda _: rows_from(any_index() % 28, 4)),
+    "a block without its first column": lambda: Dataset.range(9).map(lambda _: block(tf_x())),
+    "crops": lambda: single().map(lambda x, y: (tf.slice(x, [any_index() % 3], [3]), y)).batch(4),
+    "columns": lambda: Dataset.range(9).map(lambda _: tf.slice(X, [0, any_index() % 3], [32, 3])),
+    "one shuffled pass": lambda: (
+        Dataset.range(1).map(lambda _: rows_of(tf.random.shuffle(tf.range(32)))).unbatch().batch(4)
+    ),
     "one of several batches": lambda: Dataset.range(9).map(
         lambda _: tf.gather(tf.reshape(X, [8, 4, 6]), any_index() % 8)
     ),
@@ -434,6 +469,63 @@ def test_a_batch_may_not_be_drawn_by_indices_that_come_again(way):
 @pytest.mark.parametrize("way", DRAWING_ONCE)
 def test_batches_may_be_drawn_by_indices_that_differ(way):
     assert not copies_in_batches(DRAWING_ONCE[way]())
+
+
+COUNTING = {
+    "i % n": lambda: Dataset.range(64).map(lambda i: rows_of(i % 32)).shuffle(64).batch(8),
+    "i % n of shuffled numbers": lambda: (
+        Dataset.range(64).shuffle(64).map(lambda i: (tf_x()[i % 32], Y[0])).batch(8)
+    ),
+    "i // n": lambda: Dataset.range(64).map(lambda i: rows_of(tf.cast(i, tf.int32) // 2)).batch(8),
+    "clipped": lambda: Dataset.range(34).map(lambda i: rows_of(tf.minimum(i, 31))).batch(8),
+    "from a later one": lambda: (
+        Dataset.range(4, 38).map(lambda i: rows_of(i % 32)).shuffle(9).batch(4)
+    ),
+}
+COUNTING_ONCE = {
+    "each number": lambda: Dataset.range(32).shuffle(32).map(lambda i: rows_of(i % 32)).batch(8),
+    "passes": lambda: Dataset.range(96).map(lambda i: rows_of(i % 32)).batch(8),
+    "batches over two passes": lambda: Dataset.range(64).map(lambda i: rows_of(i % 32)).batch(5),
+    "clipped beyond": lambda: Dataset.range(32).map(lambda i: rows_of(tf.minimum(i, 31))).batch(8),
+    "rows of rows": lambda: (
+        Dataset.range(64).map(lambda i: tf.reshape(X, [32, 2, 3])[i // 2, i % 2]).batch(8)
+    ),
+    "beside each example": lambda: (
+        Dataset.zip((single(), Dataset.range(32).map(lambda i: i % 4)))
+        .map(lambda example, _: example)
+        .batch(4)
+    ),
+    "beside the number": lambda: Dataset.range(32).map(lambda i: (*rows_of(i), i % 2)).batch(4),
+    "only the others": lambda: Dataset.range(32).filter(lambda i: i % 4 > 0).map(rows_of).batch(4),
+}
+
+
+@pytest.mark.parametrize("way", COUNTING)
+def test_numbers_that_stand_for_the_same_example_may_not_meet_in_a_batch(way):
+    data = COUNTING[way]()
+    assert copies_in_batches(data) == ["equal indices"]
+    model = catalogue.compiled("DPSGD", expected_batch_size=8)
+    with pytest.raises(dp.NotPrivateError, match="makes the same of several numbers"):
+        model.fit(data, verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
+@pytest.mark.parametrize("way", COUNTING_ONCE)
+def test_numbers_may_stand_for_an_example_each(way):
+    assert not copies_in_batches(COUNTING_ONCE[way]())
+
+
+def test_numbers_that_stand_for_the_same_example_may_not_be_drawn():
+    def data(length):
+        return Dataset.range(length).map(lambda i: rows_of(i % 32))
+
+    sampling = dp.PoissonSampling(0.1, 20, steps=4)
+    with pytest.raises(ValueError, match="must give each example once"):
+        dp.poisson_batches(data(64), sampling)
+    dp.poisson_batches(data(32), sampling)
+    beside = Dataset.range(32).map(lambda i: tf.cast(i % 4, tf.float32))
+    weighted = Dataset.zip((single(), beside)).map(lambda example, weight: (*example, weight))
+    dp.poisson_batches(weighted, sampling)
 
 
 @pytest.mark.parametrize("way", COPYING)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
@@ -54,18 +55,18 @@ _CHOICES = {
 def gives_copies(dataset: tf.data.Dataset) -> bool:
     """Whether a data set, or one that it transforms, gives its elements more than once.
 
-    It sees `repeat` and data sets that are joined with themselves, but not what happens in Python,
-    nor that windows overlap.
+    It sees `repeat`, data sets that are joined with themselves, and rows of an array that come
+    again, but not what happens in Python, nor that windows overlap.
     """
     kind, inputs = kind_of(dataset), _elements_from(dataset)
     if _joins_the_same(dataset) or _gives_same_again(dataset):
         return True
-    if _draws_rows_again(dataset, batched=True):
+    if _draws_rows_again(dataset, batched=True) or _counts_again(dataset):
         return True
     if kind == "Zip":
         # One value beside each element is no copy: `map` could have captured it. The windows of
         # `timeseries_dataset_from_array` get their positions this way.
-        inputs = [d for d in inputs if not _repeats_one_value(d)] or inputs
+        inputs = [d for d in inputs if not (_repeats_one_value(d) or _counts_again(d))] or inputs
     if is_repetition(dataset):
         return True
     return any(map(gives_copies, inputs))
@@ -104,8 +105,9 @@ def _cuts_without_element(dataset: tf.data.Dataset) -> bool:
 def _draws_rows_again(dataset: tf.data.Dataset, batched: bool) -> bool:
     """Whether functions draw examples out of an array at random, so that one may come again.
 
-    It sees random indices of arrays from outside of the functions, in place of elements. It sees no
-    order in them: of what was shuffled or sorted, or picked by a random mask, no row comes twice.
+    It sees random indices of arrays from outside of the functions, in place of elements. Within one
+    element it sees no order in them: of what was shuffled or sorted, or picked by a random mask, no
+    row comes twice, unless the next element is drawn anew for the same batch.
 
     Args:
       dataset: whose functions are looked at.
@@ -115,8 +117,9 @@ def _draws_rows_again(dataset: tf.data.Dataset, batched: bool) -> bool:
     if not dataset._functions() or not all(kind_of(d) in _COUNTERS for d in ends):
         return False
     random_elements = any(kind_of(d) == "Random" for d in ends)
+    several = batched and num_elements(dataset._inputs()[0]) not in (0, 1)
     return any(
-        _draws_rows(function.function.graph, random_elements, batched)
+        _draws_rows(function.function.graph, random_elements, batched, several)
         for function in dataset._functions()
     )
 
@@ -124,40 +127,125 @@ def _draws_rows_again(dataset: tf.data.Dataset, batched: bool) -> bool:
 # Data sets that hold no examples.
 _COUNTERS = ("Random", "Range", "Tensor")
 _GATHERS = ("Gather", "GatherNd", "GatherV2", "ResourceGather", "ResourceGatherNd")
+_SLICES = ("Slice", "StridedSlice")
 # Indices that these return differ from each other.
 _DIFFERENT = ("RandomShuffle", "TopK", "TopKV2", "Where")
 
 
-def _draws_rows(graph: tf.Graph, random_elements: bool, batched: bool) -> bool:
+def _draws_rows(graph: tf.Graph, random_elements: bool, batched: bool, several: bool) -> bool:
     """See `_draws_rows_again`, of one function.
 
     Args:
       graph: that of the function.
       random_elements: whether its arguments are random numbers.
       batched: whether its results are put into batches.
+      several: whether that may be the results of several calls.
     """
 
     def is_random(op: tf.Operation) -> bool:
         numbers = "Multinomial" in op.type or ("Random" in op.type and "Shuffle" not in op.type)
-        return numbers or (random_elements and _is_argument(op))
+        shuffled_anew = several and op.type == "RandomShuffle"
+        return numbers or shuffled_anew or (random_elements and _is_argument(op))
 
     def sources(tensor: tf.Tensor) -> list[tf.Operation]:
-        return graphs.ancestors([tensor], stop=lambda t: t.op.type in _DIFFERENT)
+        return graphs.ancestors([tensor], stop=lambda t: not several and t.op.type in _DIFFERENT)
 
     def takes_rows(op: tf.Operation) -> bool:
-        if op.type == "StridedSlice":
-            return batched and bool(op.get_attr("shrink_axis_mask") & 1)
+        if op.type in _SLICES:
+            return batched
         # Without an axis, the index picks one of several batches.
         return op.type in _GATHERS and (batched or op.inputs[1].shape.rank != 0)
 
     ops = graphs.ancestors(graph.outputs, stop=lambda t: is_random(t.op))
     if not random_elements and any(map(_is_argument, ops)):
         return False
-    for op in filter(takes_rows, ops):
+    taken: dict[tf.Operation, list[tf.Operation]] = {}  # by which random numbers, of each array
+    for op in ops:
+        if op.type not in (*_GATHERS, *_SLICES):
+            continue
         is_public = not any(_is_argument(o) or is_random(o) for o in sources(op.inputs[0]))
-        if is_public and any(map(is_random, sources(op.inputs[1]))):
-            return True
+        random = list(filter(is_random, sources(_index_of_rows(op))))
+        if is_public and random:
+            array = graphs.behind_identities(op.inputs[0]).op
+            if takes_rows(op) or taken.setdefault(array, random) != random:
+                return True
     return False
+
+
+def _index_of_rows(op: tf.Operation) -> tf.Tensor:
+    """The rows that an operation takes, or the first of them; all indices if they are in one."""
+    index = op.inputs[1]
+    if op.type in _SLICES and index.op.type == "Pack":  # one number for each axis
+        return index.op.inputs[0]
+    return index
+
+
+# What gives the same value for several numbers.
+_MANY_TO_ONE = {
+    "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod,
+    "Maximum": np.maximum,
+    "Minimum": np.minimum,
+}
+# What the numbers of a counter may go through without another coming in.
+_KEEPS_NUMBERS = ("Cache", "Options", "Prefetch", "Range", "Restructured", "Shuffle")
+# Of a longer counter only the first numbers are looked at, which takes a second.
+_MOST_NUMBERS = 10**7
+
+
+def _counts_again(dataset: tf.data.Dataset, size: int | None = None) -> bool:
+    """Whether a function makes the same of several numbers of a counter, as of `i % n`.
+
+    It sees that everything which depends on the number depends on such a value alone.
+
+    Args:
+      dataset: whose function is looked at.
+      size: that of batches which take its elements in order; `None` if any may come together.
+    """
+    if kind_of(dataset) != "Map":
+        return False
+    within = list(datasets_within(dataset._inputs()[0]))
+    kinds = [kind_of(d) for d in within]
+    if kinds[-1] != "Range" or not set(kinds).issubset(_KEEPS_NUMBERS):
+        return False
+    outputs = dataset._map_func.function.graph.outputs
+    shared: dict[tuple[str, int], list[tf.Operation]] = {}
+    for op in graphs.ancestors(outputs):
+        if op.type in _MANY_TO_ONE and op.inputs[0].dtype.is_integer:
+            other = tf.get_static_value(op.inputs[1])
+            if _is_argument(_behind_casts(op.inputs[0]).op) and np.size(other) == 1:
+                shared.setdefault((op.type, int(other)), []).append(op)
+    for (kind, other), ops in shared.items():
+        if not any(map(_is_argument, _ancestors_besides(ops, outputs))):
+            values = _MANY_TO_ONE[kind](_numbers_of(within[-1]), other)
+            return _come_again(values, None if "Shuffle" in kinds else size)
+    return False
+
+
+def _ancestors_besides(ops: list[tf.Operation], outputs: list[tf.Tensor]) -> list[tf.Operation]:
+    """What outputs are computed from, besides operations and what only these need."""
+    return graphs.ancestors(outputs, stop=lambda tensor: tensor.op in ops)
+
+
+def _behind_casts(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type in ("Cast", "Identity"):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _numbers_of(counter: tf.data.Dataset) -> np.ndarray:
+    """The first numbers that `Dataset.range` counts."""
+    bounds = counter._start, counter._stop, counter._step
+    numbers = range(*(int(tf.get_static_value(bound)) for bound in bounds))
+    return np.array(numbers[:_MOST_NUMBERS])
+
+
+def _come_again(values: np.ndarray, size: int | None) -> bool:
+    """Whether values come again, in one of the batches of a size or, without one, anywhere."""
+    size = min(size or len(values), len(values)) or 1
+    whole = len(values) // size * size
+    in_order = [np.sort(values[:whole].reshape(-1, size)), np.sort(values[whole:])]
+    return any(bool(np.any(np.diff(part) == 0)) for part in in_order)
 
 
 def _joins_the_same(dataset: tf.data.Dataset) -> str | None:
@@ -177,7 +265,8 @@ def copies_in_batches(dataset: tf.data.Dataset) -> list[str]:
     """The methods by which one batch may hold an example several times.
 
     It sees examples that are repeated before they are batched, unless the batches divide each
-    pass, and data sets that are joined with themselves, but not what happens in Python.
+    pass, data sets that are joined with themselves, and rows of an array that come again, but not
+    what happens in Python.
 
     Args:
       dataset: of batches.
@@ -206,6 +295,8 @@ def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order:
         found.append(again)
     if _draws_rows_again(dataset, batched is not None):
         found.append("random indices")
+    if batched is not None and _counts_again(dataset, _size_of(batched) if in_order else None):
+        found.append("equal indices")
     if is_repetition(dataset) and batched is not None:
         found += [] if in_order and _divides(batched, inputs[0]) else ["repeat"]
     parts = [_copies(d, batched, in_order) for d in inputs]
@@ -220,10 +311,14 @@ def _divides(batched: tf.data.Dataset, one_pass: tf.data.Dataset) -> bool:
         sizes, number = tf.get_static_value(batched._batch_sizes), _num_rows(one_pass)
         size = sizes if sizes is None or sizes.ndim == 0 else sizes.sum()
     else:
-        size = getattr(batched, "_batch_size", getattr(batched, "_size", None))
-        size = None if size is None else tf.get_static_value(size)
-        number = num_elements(one_pass)
+        size, number = _size_of(batched), num_elements(one_pass)
     return size is not None and number > 0 and number % size == 0
+
+
+def _size_of(batched: tf.data.Dataset) -> int | None:
+    """How many elements are put into each batch; `None` if that is unknown."""
+    size = getattr(batched, "_batch_size", getattr(batched, "_size", None))
+    return None if size is None else tf.get_static_value(size)
 
 
 def _num_rows(dataset: tf.data.Dataset) -> int:

@@ -53,6 +53,10 @@ _COPIES = {
         "same. Draw with `poisson_batches` or `fixed_size_batches`, or make the data set of the "
         "array, and shuffle it."
     ),
+    "equal indices": (
+        "of `Dataset.range` whose function makes the same of several numbers, as `i % n` does, "
+        "before `batch`. Count each example once, and batch before you repeat."
+    ),
     "zip": (
         "with `zip` of a data set and itself in another order, as for MixUp. Use each example "
         "once; `zip` features and labels before you shuffle."
