@@ -215,10 +215,15 @@ def rows_one_by_one():
 
 
 REFUSED = {
-    "class_weight": (
-        lambda: fit_with(X, Y, class_weight={0: 2.0}),
+    "class weights in a list": (
+        lambda: fit_with(X, Y, class_weight=[0.5, 1.0]),
         TypeError,
-        "`plan.fit` does not support `class_weight`: pass `sample_weight=weights\\[y\\]`",
+        r"`class_weight` must be a dict .*`dict\(enumerate\(weights\)\)`.*=\[0.5, 1.0\]",
+    ),
+    "class weights of several outputs": (
+        lambda: fit_with(X, {"a": Y, "b": Y}, class_weight={0: 0.5}),
+        ValueError,
+        "`class_weight` is only supported for models with a single output.*`sample_weight`",
     ),
     "validation_split": (
         lambda: fit_with(X, Y, validation_split=0.2),
@@ -814,6 +819,24 @@ def test_metrics_leave_padding_out_whenever_they_were_made(evaluated, outputs):
     sums = [values for name, values in history.items() if name.endswith("sum")]
     assert right == [[1.0]] * outputs and len(sums) == outputs
     assert all(total[0] % 2 == 0 and total[0] > 0 for total in sums)
+
+
+def test_class_weights_leave_a_class_out():
+    """A class of weight 0 counts as little as padding, in the loss and in weighted metrics."""
+    plan = planned(epochs=1)
+    model, labels = catalogue.mlp(), np.arange(N) % 2
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        plan.optimizer(dp.DPSGD, learning_rate=0.1),
+        loss,
+        weighted_metrics=[tf.keras.metrics.MeanMetricWrapper(as_numbers, name="label")],
+    )
+    history = plan.fit(model, X, labels, class_weight={0: 0.0}, verbose=0).history
+    assert history["label"] == [1.0]
+
+
+def as_numbers(y_true, y_pred):
+    return tf.reshape(tf.cast(y_true, tf.float32), [-1])
 
 
 class WeightSum(tf.keras.metrics.Sum):

@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -506,6 +506,7 @@ class PrivacyPlan:
         y: Any = None,
         sample_weight: Any = None,
         *,
+        class_weight: Mapping[int, float] | None = None,
         directory: str | os.PathLike | None = None,
         callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
         equal_rows: bool = False,
@@ -534,6 +535,11 @@ class PrivacyPlan:
             `compute_loss` of its own, or whose losses are those of `add_loss`. Where its loss does
             not read the sample weights, the rows of padding are left out.
           sample_weight: a weight for each example.
+          class_weight: a weight for each class, by its number, which multiplies the weights of its
+            examples; 1 for classes that are left out. The largest should be 1, since clipping
+            undoes larger ones, and none should be computed from the examples: see
+            docs/how-to/class-weights.md. It is for one output, whose labels are whole numbers or
+            one-hot.
           directory: where the run is kept. It belongs to this run alone. `None` keeps nothing.
           callbacks: further callbacks, or a single one.
           equal_rows: whether to pad all batches to one number of rows, for a model whose step has
@@ -556,6 +562,7 @@ class PrivacyPlan:
         return self._training.fit(
             model,
             data=(x, y, sample_weight),
+            class_weight=class_weight,
             directory=directory,
             settings=self._settings(),
             callbacks=_listed(callbacks),

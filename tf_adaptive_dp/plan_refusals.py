@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import dp_accounting
@@ -43,8 +43,6 @@ _NO_RULE = ("lossscaleoptimizer", "multioptimizer", "optimizer", "optimizermap")
 _SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 # Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
 _NOT_WITH_A_PLAN = {
-    "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class, of which the "
-    "largest is 1: clipping undoes larger ones",
     "validation_split": "split the data beforehand and pass `validation_data`",
 }
 # What Python, Keras and TensorFlow say if a step takes a batch of three parts for one of others.
@@ -407,10 +405,18 @@ def with_strings_for_keras(data: Any) -> Any:
     return (tf.nest.map_structure(readable, x), *others)
 
 
-def warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
+def warn_of_values(
+    model: keras.Model, source: Arrays | Records, class_weight: Mapping[int, float] | None = None
+) -> None:
     """Warns of missing values and raw units before epsilon is spent.
 
     Units are judged by a few examples, and so are missing values of a source that is not in memory.
+
+    Args:
+      model: a compiled model.
+      source: its examples, with their weights.
+      class_weight: the weight of each class, if there are such. They are judged by themselves,
+        since the few examples may lack a rare class.
     """
     some = some_of(len(source))
     rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
@@ -423,6 +429,8 @@ def warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
             stacklevel=level_of_caller(),
         )
     batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
+    if class_weight:
+        batch = (*batch[:2], tf.constant([float(w) for w in class_weight.values()]))
     findings = unit_findings(model, getattr(model, "loss", None), batch)
     if isinstance(source, Arrays) and len(source.structure) > 2:
         findings += small_weight_findings(

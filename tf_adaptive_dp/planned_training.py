@@ -60,6 +60,7 @@ from tf_adaptive_dp.sampling.sources import (
     fingerprint,
     open_source,
     refuse_shuffled,
+    with_class_weights,
 )
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
@@ -232,6 +233,7 @@ class PlannedTraining:
         model: keras.Model,
         data: tuple[Any, Any, Any],
         *,
+        class_weight: Mapping[int, float] | None,
         directory: str | os.PathLike | None,
         settings: Mapping[str, Any],
         callbacks: Sequence[keras.callbacks.Callback],
@@ -243,6 +245,7 @@ class PlannedTraining:
         Args:
           model: see `PrivacyPlan.fit`, also for the errors.
           data: (x, y, sample_weight).
+          class_weight: the weight of each class, or `None`.
           directory: where the run is kept, or `None`.
           settings: the public settings of the plan, which the directory keeps.
           callbacks: further callbacks.
@@ -255,7 +258,9 @@ class PlannedTraining:
         source = self.source(*data)
         if len(source.structure) == 1:
             refuse_missing_targets(model)
-        warn_of_values(model, source)
+        if class_weight is not None:
+            source = with_class_weights(source, class_weight)
+        warn_of_values(model, source, class_weight)
         run = None if directory is None else self._open_run(directory, settings, model, source)
         recorded = model.optimizer.ledger.num_recorded_here
         try:

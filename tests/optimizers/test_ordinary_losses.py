@@ -89,6 +89,33 @@ def test_without_clipping_and_noise_fit_is_that_of_sgd(name, weighted):
     assert_same(after_a_step(classifier(), private(), loss, X, y, weights), expected)
 
 
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_class_weights_weigh_each_example_before_it_is_clipped(one_hot):
+    class_weight = {0: 0.25, 1: 1.0, 2: 2.0}
+    loss, y = "sparse_categorical_crossentropy", CLASSES
+    if one_hot:
+        loss, y = "categorical_crossentropy", np.eye(3, dtype="float32")[CLASSES]
+
+    def change(rows, clip, **weights):
+        model = classifier()
+        model.compile(dp.DPSGD(clip, 0.0, learning_rate=1.0), loss)
+        before = model.get_weights()
+        model.fit(X[rows], y[rows], batch_size=N, verbose=0, **weights)
+        return [b - a for a, b in zip(before, model.get_weights())]
+
+    def norm(gradients):
+        return np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
+
+    weighted = [
+        [class_weight[label] * g for g in change([row], 1e6)] for row, label in enumerate(CLASSES)
+    ]
+    norms = np.array([norm(g) for g in weighted])
+    clip = float(np.median(norms))
+    assert any(norms > 1.01 * clip) and any(norms < 0.99 * clip)
+    expected = [sum(min(1, clip / n) * g for n, g in zip(norms, e)) / N for e in zip(*weighted)]
+    assert_same(change(range(N), clip, class_weight=class_weight), expected)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_examples_are_clipped_alone(name):

@@ -10,7 +10,12 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.datasets import batches_of_a_pass, has_random_order, rearranges_parts
 from tf_adaptive_dp._keras.tied_examples import copies_in_batches, gives_copies, takes_apart
-from tf_adaptive_dp.sampling.sources import is_draw, refuse_ties
+from tf_adaptive_dp.sampling.sources import (
+    is_draw,
+    open_source,
+    refuse_ties,
+    with_class_weights,
+)
 
 Dataset = tf.data.Dataset
 X, Y = catalogue.data()
@@ -621,3 +626,73 @@ def test_draws_are_taken_apart_by_some_methods():
     assert takes_apart(drawn().apply(mapped), is_draw) == "map_and_batch"
     assert takes_apart(drawn().map(lambda *e: e).prefetch(1).take(2), is_draw) is None
     assert takes_apart(single().batch(4).unbatch().batch(3).rebatch(2), is_draw) is None
+
+
+CLASSES = np.array([2, 0, 1, 5, 0, 2])
+HALVES = np.full(len(CLASSES), 0.5, "float32")
+TOKENS = np.arange(12, dtype="float32").reshape([-1, 2])
+
+
+class OneByOne:
+    """A source that is read by index."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __len__(self):
+        return len(CLASSES)
+
+    def __getitem__(self, index):
+        return tuple(part[index] for part in self.parts)
+
+
+LABELS = {
+    "numbers": (CLASSES,),
+    "floats in a column": (CLASSES[:, None].astype("float32"),),
+    "one-hot": (np.eye(6)[CLASSES],),
+    "smoothed": (0.9 * np.eye(6, dtype="float32")[CLASSES] + 0.1 / 6,),
+    "booleans": (np.eye(6, dtype=bool)[CLASSES],),
+    "with weights": (CLASSES, HALVES),
+    "with weights of tokens": (CLASSES, TOKENS),
+}
+
+
+@pytest.mark.parametrize("source", [lambda *parts: parts, OneByOne], ids=["arrays", "by index"])
+@pytest.mark.parametrize("name", LABELS)
+def test_class_weights_multiply_the_weights_of_examples(name, source):
+    labels, *weights = LABELS[name]
+    x = np.arange(len(CLASSES))
+    weighted = with_class_weights(
+        open_source(source(x, labels, *weights), None), {0: 0.25, np.int64(2): 3, 5: 0.0, -1: 7.0}
+    )
+    rows = [np.zeros([len(x), *shape], dtype) for shape, dtype in weighted.parts]
+    weighted.fill(x, rows)
+    expected = np.array([3, 0.25, 1, 0, 0.25, 3], "float32")  # a class without a weight has 1
+    if weights:
+        expected = weights[0] * expected.reshape([-1, *[1] * (weights[0].ndim - 1)])
+    assert rows[2].dtype == "float32" and len(rows) == 3
+    for actual, wanted in zip(rows, (x, labels, expected)):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("labels", "weights", "error", "message"),
+    [
+        (CLASSES, "balanced", TypeError, "`class_weight` must be a dict .*='balanced'"),
+        (CLASSES, {"0": 1.0}, TypeError, "keys of `class_weight` must be whole .*: '0' in"),
+        (CLASSES, {0: None}, TypeError, r"`class_weight\[0\]` must be a number"),
+        (CLASSES, {1: -0.5}, ValueError, r"`class_weight\[1\]` must be finite and at least 0"),
+        (np.stack([CLASSES] * 2, 1), {0: 0.5}, ValueError, "one class .*some have a sum above 1"),
+        (np.ones([6, 2, 3]), {0: 0.5}, ValueError, r"one class .*: labels of shape \(2, 3\)"),
+        (CLASSES.astype(str), {0: 0.5}, ValueError, "one class .*dtype object"),
+        ({"a": CLASSES}, {0: 0.5}, ValueError, "single output.*`sample_weight`"),
+    ],
+)
+def test_labels_and_weights_that_name_no_class_are_refused(labels, weights, error, message):
+    with pytest.raises(error, match=message):
+        with_class_weights(open_source((np.arange(6), labels), None), weights)
+
+
+def test_class_weights_need_targets():
+    with pytest.raises(ValueError, match="`class_weight` needs targets"):
+        with_class_weights(open_source((X,), None), {0: 0.5})

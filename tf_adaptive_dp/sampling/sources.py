@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import numbers
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable
 
 import numpy as np
@@ -52,6 +53,13 @@ _TIES = {
         "`padded_shapes=`, and cut longer ones with `map`."
     ),
 }
+
+_ONE_CLASS = (
+    "needs labels that name one class for each example, by its number or one-hot; pass "
+    "`sample_weight` for any others"
+)
+# One-hot labels may be smoothed, and rounded.
+_MORE_THAN_ONE_HOT = 1.01
 
 # Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
@@ -108,6 +116,72 @@ def open_source(
     if not len(source):
         raise ValueError(f"`{name}` must hold at least one example. Received: none")
     return source
+
+
+def with_class_weights(
+    source: Arrays | Records, class_weight: Mapping[int, float]
+) -> Arrays | Records:
+    """Weights examples by the class of their label, as `fit` of Keras does.
+
+    Guarantee: each weight depends on the label of its own example alone.
+
+    Args:
+      source: the examples.
+      class_weight: the weight of each class. Classes that are missing have the weight 1.
+
+    Returns:
+      The same examples, whose weights are multiplied by those of their classes.
+
+    Raises:
+      TypeError, ValueError: if the weights are wrong, or examples have no label, several, or one
+        that names no class.
+    """
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            "`class_weight` must be a dict from the number of each class to its weight, such as "
+            "`{0: 0.25, 1: 1.0}`; an array of weights becomes one by `dict(enumerate(weights))`. "
+            f"Received: class_weight={class_weight!r}"
+        )
+    weights: dict[int, float] = {}
+    for number, weight in class_weight.items():
+        if not isinstance(number, numbers.Integral):
+            raise TypeError(
+                "The keys of `class_weight` must be whole numbers, those of the classes. Received: "
+                f"{number!r} in class_weight={class_weight!r}"
+            )
+        weights[int(number)] = checks.number(f"class_weight[{number!r}]", weight, 0)
+    if len(source.structure) == 1:
+        raise ValueError(
+            "`class_weight` needs targets, which name the class of each example. Received: "
+            f"class_weight={class_weight!r}, and examples without targets"
+        )
+    if any(tf.nest.is_nested(part) for part in source.structure[1:]):
+        raise ValueError(
+            "`class_weight` is only supported for models with a single output. For several, pass "
+            "`sample_weight` with the weights of the examples for each. Received: "
+            f"class_weight={class_weight!r}, and targets or weights in a nest"
+        )
+    return source.weighted(
+        lambda y: np.array([weights.get(c, 1.0) for c in _classes(y)], np.float32)
+    )
+
+
+def _classes(labels: np.ndarray) -> list[int]:
+    """The class of each label: whole numbers, [n] or [n, 1], or one-hot, [n, C], as in Keras."""
+    of_one = labels.shape[1:]
+    if len(of_one) > 1 or labels.dtype.kind not in "biuf":
+        raise ValueError(
+            f"`class_weight` {_ONE_CLASS}. Received: labels of shape {of_one} and dtype "
+            f"{labels.dtype}"
+        )
+    if of_one in ((), (1,)):
+        return np.rint(labels.astype(np.float64)).reshape(-1).astype(np.int64).tolist()
+    if not np.all(labels.sum(axis=1, dtype=np.float64) < _MORE_THAN_ONE_HOT):
+        raise ValueError(
+            f"`class_weight` {_ONE_CLASS}. Received: labels of shape {of_one}, of which some "
+            "have a sum above 1"
+        )
+    return labels.argmax(axis=1).tolist()
 
 
 def refuse_shuffled(data: Any) -> None:
@@ -322,6 +396,16 @@ class Arrays:
                     return found
         return found
 
+    def weighted(self, weights_of: Callable[[np.ndarray], np.ndarray]) -> Arrays:
+        """The examples with weights multiplied by a function of their labels.
+
+        Args:
+          weights_of: maps the labels of some examples, [n, ...], to their weights, [n].
+        """
+        x, y, *given = tf.nest.pack_sequence_as(self.structure, self._arrays)
+        weights = weights_of(y)
+        return Arrays((x, y, *(_times(part, weights) for part in given or [1.0])))
+
     def reader(self, padding: Sequence[np.ndarray]) -> Reader:
         """Gathers rows within TensorFlow, from a copy that ends with the padding."""
         if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
@@ -375,6 +459,16 @@ class Records:
         else:
             examples = [self._data[i] for i in indices]
         return [self._preprocess(e) for e in examples] if self._preprocess else list(examples)
+
+    def weighted(self, weights_of: Callable[[np.ndarray], np.ndarray]) -> Records:
+        """See `Arrays.weighted`."""
+
+        def example(read: Any) -> tuple:
+            x, y, *given = self._preprocess(read) if self._preprocess else read
+            (weight,) = weights_of(np.asarray(y)[None])
+            return x, y, *(np.multiply(part, weight) for part in given or [np.float32(1)])
+
+        return Records(self._data, example)
 
     def reader(self, padding: Sequence[np.ndarray]) -> Reader:
         """Reads rows with one call of Python per batch."""
@@ -430,6 +524,11 @@ def _python_reader(source: Arrays | Records, padding: Sequence[np.ndarray]) -> R
 
     dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
     return lambda indices: tf.numpy_function(read, [indices], dtypes)
+
+
+def _times(given: Any, weights: np.ndarray) -> np.ndarray:
+    """Weights of examples, [n, ...] or a number for all, multiplied by one factor for each."""
+    return given * weights.reshape([-1, *[1] * (np.ndim(given) - 1)])
 
 
 def are_finite(arrays: Sequence[np.ndarray]) -> bool:
