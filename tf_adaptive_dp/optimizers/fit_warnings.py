@@ -94,7 +94,8 @@ def warn_of_uncovered(
     if deciding:
         found.append(_BY_METRICS.format(names=", ".join(deciding)))
     backups = [type(c).__name__ for c in callbacks if _restores(c)]
-    if backups and not count_lost_releases(callbacks):
+    pays = any(getattr(c, "pays_for_lost_releases", False) for c in callbacks)
+    if backups and not (pays or count_lost_releases(callbacks)):
         found.append(_FORGETS.format(name=backups[0]))
     for message in found:
         warnings.warn(message, stacklevel=level_of_caller())

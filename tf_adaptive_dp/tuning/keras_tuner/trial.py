@@ -389,6 +389,10 @@ class TrialBudget(tf.keras.callbacks.Callback):
     with releases left: its length would be another release, whose price is unknown.
     """
 
+    # A search pays for each trial as a whole, and shows nothing of what a crash discarded unless a
+    # log counts it.
+    pays_for_lost_releases = True
+
     def __init__(self, plan: SearchPlan, noise_multiplier: float):
         super().__init__()
         models.allow_tensors_as_logs(self)
