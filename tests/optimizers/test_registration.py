@@ -122,6 +122,52 @@ def test_a_name_alone_says_what_to_write(name):
         keras.optimizers.get("AdaDPS")
 
 
+nadam = dp.make_dp_optimizer_class(tf.keras.optimizers.Nadam)
+BY_PLACE = "By position it takes `l2_norm_clip`, `noise_multiplier`, `num_microbatches`, in this"
+# As optimizers of Keras are made, or those of TF Privacy with all arguments by position.
+MISFITS = {
+    "none": (
+        lambda: dp.ADADP(),
+        r"`ADADP\(l2_norm_clip=1.0, noise_multiplier=1.1\)`.*ADADP\(\): m",
+    ),
+    "a rate": (
+        lambda: dp.DPAdam(1e-3),
+        r"`DPAdam\(.*, noise_multiplier=1.1, learning_rate=0.1\)`.*ed: DPAdam\(0.001\): .*'noise_m",
+    ),
+    "a rate first": (
+        lambda: dp.DPSGD(0.5, l2_norm_clip=1.0, noise_multiplier=1.1),
+        rf"{BY_PLACE}.*DPSGD\(0.5, l2_norm_clip=1.0, .*\): multiple values for .*'l2_norm_clip'",
+    ),
+    "a rate last": (
+        lambda: dp.DPSGD(1.0, 1.1, 250, 0.15),
+        rf"{BY_PLACE}.*DPSGD\(1.0, 1.1, 250, 0.15\): too many positional arguments",
+    ),
+    "of the factory": (lambda: nadam(1e-3), r"`DPNadam\(l2_norm_clip=1.0, .*DPNadam\(0.001\): "),
+    "untuned": (lambda: dp.UntunedSGD(), r"By position it takes only `noise_multiplier`. A `Priv"),
+    "with side information": (
+        lambda: dp.AdaDPS(1.0, 1.1),
+        r"`AdaDPS\(side_information=..., l2_norm_clip=1.0, .*AdaDPS\(1.0, 1.1\): missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_arguments_that_do_not_fit_are_refused_with_what_to_write(case):
+    make, message = MISFITS[case]
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_a_class_of_the_users_takes_its_own_arguments():
+    class OfRate(dp.DPSGD):
+        def __init__(self, learning_rate):
+            super().__init__(1.0, 1.1, learning_rate=learning_rate)
+
+    assert OfRate(0.5).learning_rate == 0.5
+    with pytest.raises(TypeError, match=r"By position it takes only `learning_rate`.*OfRate\(\)"):
+        OfRate()
+
+
 def test_a_class_that_a_user_names_alike_wins_in_custom_objects():
     class ADADP(tf.keras.optimizers.SGD):
         pass

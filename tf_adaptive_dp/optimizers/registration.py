@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, Callable, ClassVar, TypeVar
 
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import SelfScalingOptimizer
@@ -18,8 +19,9 @@ _BYPASSED = (*SelfScalingOptimizer.__bases__, object)
 # An argument of Keras 3 that every private optimizer refuses; `loss_scale` takes its place.
 _REFUSED = frozenset({"loss_scale_factor"})
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# What an error shows as the value of an argument that has no default.
-_EXAMPLES = {"l2_norm_clip": "1.0", "noise_multiplier": "1.1"}
+# What an error shows as the value of an argument.
+_ANY = "..."
+_EXAMPLES = {"l2_norm_clip": "1.0", "noise_multiplier": "1.1", "learning_rate": "0.1"}
 
 
 class FullSignature:
@@ -28,6 +30,9 @@ class FullSignature:
     Constructors here pass arguments that they do not know on to Keras as `**kwargs`, and in Keras 2
     a metaclass hides the constructor altogether. A class that sets an argument of its base itself
     names it in its head: `class DPRPub(AdaDPS, sets=("order",))`.
+
+    Where Python would say that arguments do not fit, the error says which ones to write, since
+    optimizers of Keras take the learning rate first.
     """
 
     __signature__: ClassVar[inspect.Signature]
@@ -38,6 +43,8 @@ class FullSignature:
         cls._not_passed_on = cls._not_passed_on.union(sets)
         refused = _REFUSED if issubclass(cls, SelfScalingOptimizer) else frozenset()
         cls.__signature__ = _full_signature(cls, cls._not_passed_on | refused)
+        if "__init__" in vars(cls):
+            cls.__init__ = _explaining(cls.__init__)  # type: ignore[method-assign]
 
 
 def _full_signature(cls: type, omitted: frozenset[str]) -> inspect.Signature:
@@ -64,6 +71,49 @@ def _full_signature(cls: type, omitted: frozenset[str]) -> inspect.Signature:
     else:
         found["kwargs"] = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
     return inspect.Signature(sorted(found.values(), key=lambda parameter: parameter.kind))
+
+
+def _explaining(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that refuses what Python would refuse, with what to write in its place."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self).__init__ is __init__:  # and not that of a base
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(_what_to_write(type(self), args, kwargs, error)) from None
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+def _what_to_write(cls: type, args: tuple, kwargs: dict[str, Any], error: TypeError) -> str:
+    """How to construct an optimizer, for those who wrote `args` and `kwargs`."""
+    parameters = inspect.signature(cls).parameters
+    by_place = [f"`{p.name}`" for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    place = f"only {by_place[0]}" if len(by_place) == 1 else f"{', '.join(by_place)}, in this order"
+    given = ", ".join([*map(repr, args), *(f"{n}={value!r}" for n, value in kwargs.items())])
+    chooses = "learning_rate" in parameters and not getattr(cls, "adapts_learning_rate", False)
+    example = _example(cls, ["learning_rate"] if chooses else [])
+    return (
+        f"Pass the arguments of `{cls.__name__}` by name: `{example}`. By position it takes "
+        f"{place}. A `PrivacyPlan` finds the noise for an epsilon. "
+        f"Received: {cls.__name__}({given}): {error}"
+    )
+
+
+def _example(cls: type, more: Sequence[str] = ()) -> str:
+    """A call of a class with the arguments that it needs, and others."""
+    names = [*_needed(cls), *more]
+    return f"{cls.__name__}({', '.join(f'{n}={_EXAMPLES.get(n, _ANY)}' for n in names)})"
+
+
+def _needed(cls: type) -> list[str]:
+    """The arguments of a class that have no default."""
+    parameters = inspect.signature(cls).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
 
 
 def register(cls: _Class) -> _Class:
@@ -95,17 +145,11 @@ def require_arguments(cls: type, config: dict) -> None:
     Raises:
       ValueError: if some are missing. The message says what to write.
     """
-    needed = [
-        p.name
-        for p in inspect.signature(cls).parameters.values()
-        if p.default is p.empty and p.kind != p.VAR_KEYWORD
-    ]
-    missing = [name for name in needed if name not in config]
+    missing = [name for name in _needed(cls) if name not in config]
     if missing:
-        example = ", ".join(f"{name}={_EXAMPLES.get(name, '...')}" for name in needed)
         raise ValueError(
             f"{cls.__name__} has no default for {', '.join(f'`{name}`' for name in missing)}, so "
             f"its name alone is not enough to make an optimizer. Received: config={config!r}. Pass "
-            f"`optimizer={cls.__name__}({example})` to `compile`; "
+            f"`optimizer={_example(cls)}` to `compile`; "
             "`tf_adaptive_dp.noise_multiplier_for` finds the noise for an epsilon."
         )
