@@ -1,6 +1,7 @@
 """The programs of the site's pages run.
 
 Blocks marked `python` on a page are one program, in their order. Blocks marked `py` are excerpts.
+A block without a mark that follows a program at once is what it prints.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ from tf_adaptive_dp._keras.generation import GENERATION
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+PRINTED = re.compile(r"^```python\n(?:(?!^```).)*^```\n\n```\n(.*?)^```$", re.M | re.S)
 # tests/test_documents.py runs their programs, with what they need or looks at what they print.
 ELSEWHERE = {"federated.md", "how-to/tune-honestly.md", "stacks.md"}
 WITHOUT_TFF = importlib.util.find_spec("tensorflow_federated") is None
@@ -49,3 +51,10 @@ def test_the_programs_of_a_page_run(name, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    for printed in PRINTED.findall(PAGES[name].read_text(encoding="utf-8")):
+        assert printed in done.stdout
+
+
+def test_some_pages_show_what_their_programs_print():
+    shown = [name for name, page in PAGES.items() if PRINTED.search(page.read_text("utf-8"))]
+    assert "how-to/choose-a-budget.md" in shown
