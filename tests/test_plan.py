@@ -275,6 +275,16 @@ REFUSED = {
         TypeError,
         r"`x` must be arrays of numbers .*count from a public date.*Received: .*datetime64\[D\]",
     ),
+    "a structured array": (
+        lambda: fit_with(np.zeros(N, [("age", "f4"), ("sex", "i4")]), Y),
+        TypeError,
+        r"`x` must be .*`\{n: x\[n\] for n in x.dtype.names\}`.*with the columns age, sex",
+    ),
+    "examples in dicts": (
+        lambda: fit_with(dataset().map(lambda x, y: {"image": x, "label": y})),
+        TypeError,
+        "one example, .*`as_supervised=True`. Received: dict with the keys image, label",
+    ),
     "missing strings": (
         lambda: fit_with(np.array(["a", None] * (N // 2), dtype=object), Y),
         TypeError,

@@ -187,6 +187,12 @@ def numbers_or_strings(name: str, value: np.ndarray) -> None:
             'numpy.datetime64("2020-01-01")) / numpy.timedelta64(365, "D")`. Received: an array of '
             f"{value.dtype}"
         )
+    if value.dtype.names is not None:
+        raise TypeError(
+            f"{must} Convert a structured array to a dict of its columns, "
+            f"`{{n: {name}[n] for n in {name}.dtype.names}}`. Received: an array with the columns "
+            f"{', '.join(value.dtype.names)}"
+        )
     if value.dtype.kind != "O":
         return
     for other in (v for v in value.flat if not isinstance(v, (str, bytes))):

@@ -285,9 +285,12 @@ def read_examples(
         examples = [(example,) for example in examples]
     structure = examples[0]
     if not isinstance(structure, tuple) or len(structure) not in _PARTS:
+        is_dict = isinstance(structure, dict)
+        names = f" with the keys {', '.join(map(str, structure))}" if is_dict else ""
         raise TypeError(
-            f"Each element of the dataset must be one example, {_WHAT}. Received: "
-            f"{type(structure).__name__}. Use `dataset.map` to convert it."
+            f"Each element of the dataset must be one example, {_WHAT}. Use `dataset.map` to "
+            "convert it; `tfds.load` gives (x, y) with `as_supervised=True`. Received: "
+            f"{type(structure).__name__}{names}"
         )
     columns = list(zip(*(tf.nest.flatten(example) for example in examples)))
     for column in columns:
