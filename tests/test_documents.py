@@ -13,13 +13,13 @@ import pytest
 
 from tests.helpers import ROOT
 
-# What a reader has already: a model with its data.
-MODEL = """
+# In place of what Keras downloads.
+MNIST = """
 import keras
 import numpy as np
-model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, activation="softmax")])
-x, y = np.random.default_rng(0).normal(size=[2_000, 4]), np.zeros(2_000)
-x_test, y_test = x, y
+numbers = np.random.default_rng(0)
+images, labels = numbers.integers(0, 256, [2_000, 28, 28]), numbers.integers(0, 10, 2_000)
+keras.datasets.mnist.load_data = lambda: ((images, labels), (images, labels))
 """
 without_tf_keras = pytest.mark.skipif(
     importlib.util.find_spec("tf_keras") is None, reason="TensorFlow 2.14 has its own Keras 2"
@@ -50,7 +50,7 @@ def output_of(code, folder, **environment):
 @pytest.mark.parametrize(
     ("document", "containing", "before", "says"),
     [
-        ("README.md", "plan.fit(", MODEL, r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05"),
+        ("README.md", "plan.fit(", MNIST, r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-06"),
         (
             "docs/how-to/tune-honestly.md",
             "HonestTuner(",
@@ -66,6 +66,11 @@ def test_the_program_runs(document, containing, before, says, tmp_path):
     code = program(document, containing)
     out = output_of(before + code, tmp_path)
     assert says is None or re.search(says, out), out
+
+
+def test_the_first_page_of_the_site_begins_as_readme_does():
+    first = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert program("README.md", "plan.fit(") in first
 
 
 @pytest.mark.slow

@@ -32,6 +32,9 @@ class _Pair(NamedTuple):
 class ADADP(RateAdaptingOptimizer, OwnRuleOptimizer):
     """Private SGD that adapts its own learning rate by step doubling; nothing needs tuning.
 
+    Pass `plan.optimizer(ADADP)` of a `PrivacyPlan` to `model.compile`, or without a plan
+    `ADADP(l2_norm_clip=1.0, noise_multiplier=1.1)`.
+
     ADADP compares one step of size η with two steps of size η/2. The two half steps use two
     minibatches, with the noisy mean gradients G₁ and G₂ of `DPSGD`:
 

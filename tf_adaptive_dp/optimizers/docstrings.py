@@ -18,8 +18,8 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     clipped gradients. 0 adds none: it gives no privacy and is for tests only.
   num_microbatches: `None` clips the gradient of every example. A number splits each batch into
     that many groups and clips the mean gradient of each group. This is faster, but adding or
-    removing one example can change the sum by up to 2C, so the ledger records σ/2. All batches
-    must have the same size.
+    removing one example can change the sum by up to 2C, so the ledger records σ/2, unless each
+    group is a single example. All batches must have the same size.
   expected_batch_size: L, the public constant that divides the noisy sum. `None` uses
     `batch_size` of `fit` for arrays, that of `batch` for a `tf.data.Dataset`, and the attribute
     `batch_size` of a `keras.utils.PyDataset`, if their last batch may be smaller, and otherwise the
