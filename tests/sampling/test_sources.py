@@ -501,6 +501,11 @@ COUNTING_ONCE = {
         .batch(4)
     ),
     "beside the number": lambda: Dataset.range(32).map(lambda i: (*rows_of(i), i % 2)).batch(4),
+    "within flat_map": lambda: (
+        Dataset.range(4)
+        .flat_map(lambda i: Dataset.range(8 * i, 8 * i + 8).map(lambda j: rows_of(j % 32)))
+        .batch(4)
+    ),
     "only the others": lambda: Dataset.range(32).filter(lambda i: i % 4 > 0).map(rows_of).batch(4),
 }
 

@@ -117,7 +117,7 @@ def _draws_rows_again(dataset: tf.data.Dataset, batched: bool) -> bool:
     if not dataset._functions() or not all(kind_of(d) in _COUNTERS for d in ends):
         return False
     random_elements = any(kind_of(d) == "Random" for d in ends)
-    several = batched and num_elements(dataset._inputs()[0]) not in (0, 1)
+    several = batched and any(num_elements(d) not in (0, 1) for d in dataset._inputs())
     return any(
         _draws_rows(function.function.graph, random_elements, batched, several)
         for function in dataset._functions()
@@ -234,10 +234,10 @@ def _behind_casts(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _numbers_of(counter: tf.data.Dataset) -> np.ndarray:
-    """The first numbers that `Dataset.range` counts."""
-    bounds = counter._start, counter._stop, counter._step
-    numbers = range(*(int(tf.get_static_value(bound)) for bound in bounds))
-    return np.array(numbers[:_MOST_NUMBERS])
+    """The first numbers that `Dataset.range` counts; none if they depend on an element."""
+    bounds = [tf.get_static_value(b) for b in (counter._start, counter._stop, counter._step)]
+    numbers = range(*map(int, bounds)) if None not in bounds else range(0)
+    return np.array(numbers[:_MOST_NUMBERS], np.int64)
 
 
 def _come_again(values: np.ndarray, size: int | None) -> bool:
