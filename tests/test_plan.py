@@ -120,7 +120,7 @@ def test_other_events_are_paid_for():
 
 def test_what_the_plan_makes_agrees_with_it():
     plan = planned()
-    optimizer = plan.optimizer(dp.ADADP, 0.5, tolerance=0.3)
+    optimizer = plan.optimizer(dp.ADADP, l2_norm_clip=0.5, tolerance=0.3)
     assert (optimizer.l2_norm_clip, optimizer.noise_multiplier) == (0.5, 1.0)
     assert optimizer.expected_batch_size == 8.0 and optimizer.ledger.num_releases == 0
     batches = plan.batches(X, Y)
@@ -128,6 +128,11 @@ def test_what_the_plan_makes_agrees_with_it():
     monitor, budget = plan.callbacks()
     assert monitor.sampling == budget.sampling == plan.sampling
     assert budget.steps == 16 and budget.epsilon == plan.epsilon
+
+
+def test_a_number_by_position_is_no_clip_norm_since_optimizers_of_keras_take_the_rate_first():
+    with pytest.raises(TypeError, match="positional"):
+        planned().optimizer(dp.DPAdam, 1e-3)
 
 
 def test_a_plan_tells_its_optimizer_that_it_normalizes_the_inputs():
@@ -141,10 +146,10 @@ def test_a_plan_tells_its_optimizer_that_it_normalizes_the_inputs():
 
 
 def test_a_plan_says_if_measuring_takes_more_than_a_quarter_of_its_steps():
-    optimizer = planned(noise_multiplier=0.5).optimizer(dp.ADADP, "measured")
+    optimizer = planned(noise_multiplier=0.5).optimizer(dp.ADADP, l2_norm_clip="measured")
     assert optimizer.batches_to_measure == 4  # 2 + ⌊(25 · 0.5 / 8)² / 2⌋ is odd
     with pytest.warns(UserWarning, match="^6 of 16 steps will measure the norms of gradients"):
-        planned().optimizer(dp.DPAdam, "measured")
+        planned().optimizer(dp.DPAdam, l2_norm_clip="measured")
     assert planned().optimizer(dp.ADADP).batches_to_measure == 0
 
 

@@ -533,7 +533,7 @@ def big_run(folder, noise, stop_at=10**9, **budget):
         accountant="rdp",
     )
     model = tf.keras.Sequential([tf.keras.Input([70]), tf.keras.layers.Dense(70, use_bias=False)])
-    optimizer = plan.optimizer(dp.DPSGD, 0.5, learning_rate=0.1)
+    optimizer = plan.optimizer(dp.DPSGD, l2_norm_clip=0.5, learning_rate=0.1)
     killable_plan.record_values(optimizer, folder / "releases")
     model.compile(optimizer, "mse")
     data = np.ones([24, 70], "float32"), np.ones([24, 70], "float32"), np.zeros(24, "float32")

@@ -129,7 +129,7 @@ class Interrupt(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.slow
+@pytest.mark.slow_on(2)
 def test_a_run_resumes_with_the_same_users_only(tmp_path):
     def run(*callbacks, **kwargs):
         plan = planned(**kwargs)
@@ -309,7 +309,7 @@ def test_the_gradient_of_a_person_with_texts_is_clipped_once(user_reduction):
         **{"delta": DELTA, "user_ids": ids, "examples_per_user": 2, "batch_size": num_users},
         **{"epochs": 1, "accountant": "rdp", "user_reduction": user_reduction},
     )
-    model.compile(plan.optimizer(dp.DPSGD, clip, learning_rate=1.0), LOSS)
+    model.compile(plan.optimizer(dp.DPSGD, l2_norm_clip=clip, learning_rate=1.0), LOSS)
     before = model.get_weights()
     plan.fit(model, x, y, verbose=0)
     noise = sigma * clip / num_users

@@ -347,7 +347,7 @@ class PrivacyPlan:
         return f"PrivacyPlan({', '.join(values)})"
 
     def optimizer(
-        self, optimizer_class: type, l2_norm_clip: float | str | None = None, **kwargs: Any
+        self, optimizer_class: type, *, l2_norm_clip: float | str | None = None, **kwargs: Any
     ) -> tf.keras.optimizers.Optimizer:
         """Makes an optimizer with the noise and the batch size of the plan.
 

@@ -209,7 +209,7 @@ def test_a_plan_warns_of_public_data_among_its_arrays():
     budget = {"noise_multiplier": 1.0, "delta": 1e-3}
     plan = dp.PrivacyPlan(num_examples=len(x), batch_size=8, epochs=1, **budget)
     information = public(of_all(x[3:9], y[3:9]).batch(4))
-    model = compiled(plan.optimizer(dp.DPSGD, 1.0, learning_rate=0.1, side_information=information))
+    model = compiled(plan.optimizer(dp.DPSGD, learning_rate=0.1, side_information=information))
     with pytest.warns(UserWarning, match="The first 6 examples of the public data set"):
         plan.fit(model, x, y, callbacks=[information], verbose=0)
 
@@ -235,7 +235,7 @@ def test_a_plan_refuses_to_train_on_the_public_data_set_itself():
     budget = {"noise_multiplier": 1.0, "delta": 1e-3}
     plan = dp.PrivacyPlan(num_examples=len(EXAMPLES), batch_size=8, epochs=1, **budget)
     information = public(EXAMPLES.batch(4))
-    model = compiled(plan.optimizer(dp.DPSGD, 1.0, learning_rate=0.1, side_information=information))
+    model = compiled(plan.optimizer(dp.DPSGD, learning_rate=0.1, side_information=information))
     with pytest.raises(dp.NotPrivateError, match="the one that is trained on"):
         plan.fit(model, EXAMPLES, callbacks=[information], verbose=0)
     assert model.optimizer.ledger.num_releases == 0
