@@ -386,3 +386,10 @@ def reorders(dataset: tf.data.Dataset) -> bool:
     # `map`, `batch` and `interleave` in parallel have an argument for it.
     of_call = getattr(dataset, "_deterministic", None)
     return "Shuffle" in type(dataset).__name__ or of_call == "false"
+
+
+def is_argument(op: tf.Operation) -> bool:
+    """Whether an operation stands for an argument of its function, not for what that captured."""
+    if op.type != "Placeholder":
+        return False
+    return op not in {inside.op for _, inside in graphs.captures(op.graph)}
