@@ -89,6 +89,8 @@ def test_without_clipping_and_noise_fit_is_that_of_sgd(name, weighted):
     assert_same(after_a_step(classifier(), private(), loss, X, y, weights), expected)
 
 
+@pytest.mark.slow_on(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_class_weights_weigh_each_example_before_it_is_clipped(one_hot):
     class_weight = {0: 0.25, 1: 1.0, 2: 2.0}
