@@ -66,10 +66,8 @@ def _draws_rows(graph: tf.Graph, random_elements: bool, batched: bool, several: 
         return graphs.ancestors([tensor], stop=lambda t: not several and t.op.type in _DIFFERENT)
 
     def takes_rows(op: tf.Operation) -> bool:
-        if op.type in _SLICES:
-            return batched
-        # Without an axis, the index picks one of several batches.
-        return op.type in _GATHERS and (batched or op.inputs[1].shape.rank != 0)
+        # An index without an axis picks one of several batches, and so does a slice.
+        return batched or (op.type in _GATHERS and op.inputs[1].shape.rank != 0)
 
     ops = graphs.ancestors(graph.outputs, stop=lambda t: is_random(t.op))
     if not random_elements and any(map(is_argument, ops)):
@@ -109,7 +107,7 @@ _MOST_NUMBERS = 10**7
 
 
 def counts_again(dataset: tf.data.Dataset, size: int | None = None) -> bool:
-    """Whether a function makes the same of several numbers of a counter, as of `i % n`.
+    """Whether a function maps several numbers of a counter to one value, as `i % n` does.
 
     It sees that everything which depends on the number depends on such a value alone.
 
