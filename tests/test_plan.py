@@ -850,6 +850,17 @@ def test_class_weights_leave_a_class_out():
     assert history["label"] == [1.0]
 
 
+@pytest.mark.parametrize(("of_examples", "of_class"), [(3.0, 1.0), (1.0, 3.0)])
+def test_weights_above_1_are_warned_of_whether_of_examples_or_of_classes(of_examples, of_class):
+    plan, labels = planned(epochs=1), np.zeros(N, int)
+    model = catalogue.mlp()
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+    weights = np.full(N, of_examples, np.float32)
+    with pytest.warns(UserWarning, match="weights go up to 3"):
+        plan.fit(model, X, labels, weights, class_weight={0: of_class, 1: 1.0}, verbose=0)
+
+
 def as_numbers(y_true, y_pred):
     return tf.reshape(tf.cast(y_true, tf.float32), [-1])
 

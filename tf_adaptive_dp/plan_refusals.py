@@ -416,7 +416,7 @@ def warn_of_values(
       model: a compiled model.
       source: its examples, with their weights.
       class_weight: the weight of each class, if there are such. They are judged by themselves,
-        since the few examples may lack a rare class.
+        too, since the few examples may lack a rare class.
     """
     some = some_of(len(source))
     rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
@@ -430,7 +430,7 @@ def warn_of_values(
         )
     batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
     if class_weight:
-        batch = (*batch[:2], tf.constant([float(w) for w in class_weight.values()]))
+        batch = (*batch[:2], (batch[2], tf.constant([float(w) for w in class_weight.values()])))
     findings = unit_findings(model, getattr(model, "loss", None), batch)
     if isinstance(source, Arrays) and len(source.structure) > 2:
         findings += small_weight_findings(
