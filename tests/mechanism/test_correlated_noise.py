@@ -483,7 +483,11 @@ def test_what_is_not_proven_is_refused(arguments, message):
         dp.DPSGD(1.0, 1.0, **{"noise": BandedNoise(2), **arguments})
 
 
-@pytest.mark.parametrize("make", [dp.DPAdamWOSM, lambda _, s, **k: dp.UntunedSGD(s, **k)])
+def without_a_clip(_, noise_multiplier, **kwargs):
+    return dp.UntunedSGD(noise_multiplier=noise_multiplier, **kwargs)
+
+
+@pytest.mark.parametrize("make", [dp.DPAdamWOSM, without_a_clip])
 def test_update_rules_for_independent_noise_refuse_other_noise(make):
     instead = "Leave `noise` out.*`PrivacyPlan.*use ADADP.*or DPSGD or DPAdam"
     with pytest.raises(ValueError, match=f"`noise` must be IndependentNoise.*{instead}"):

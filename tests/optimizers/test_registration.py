@@ -143,7 +143,10 @@ MISFITS = {
         rf"{BY_PLACE}.*DPSGD\(1.0, 1.1, 250, 0.15\): too many positional arguments",
     ),
     "of the factory": (lambda: nadam(1e-3), r"`DPNadam\(l2_norm_clip=1.0, .*DPNadam\(0.001\): "),
-    "untuned": (lambda: dp.UntunedSGD(), r"By position it takes only `noise_multiplier`. A `Priv"),
+    "untuned": (
+        lambda: dp.UntunedSGD(0.1),  # a rate, which must not be taken for σ
+        r"`UntunedSGD\(noise_multiplier=1.1\)`. It takes none by position. A `Priv.*SGD\(0.1\): ",
+    ),
     "with side information": (
         lambda: dp.AdaDPS(1.0, 1.1),
         r"`AdaDPS\(side_information=..., l2_norm_clip=1.0, .*AdaDPS\(1.0, 1.1\): missing",

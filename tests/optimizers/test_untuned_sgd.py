@@ -18,7 +18,7 @@ def trained(x, epochs=20, sigma=0.5, loss_factor=1.0, **kwargs):
     model = tf.keras.Sequential(
         [tf.keras.Input([12]), tf.keras.layers.Dense(2, kernel_initializer="zeros")]
     )
-    optimizer = dp.UntunedSGD(sigma, seed=7, **kwargs)
+    optimizer = dp.UntunedSGD(noise_multiplier=sigma, seed=7, **kwargs)
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss=loss, loss_weights=loss_factor, metrics=["accuracy"])
     fit(model, x, epochs)
@@ -70,7 +70,7 @@ def test_nothing_moves_before_the_sizes_are_known_and_every_draw_is_counted():
 
 def test_a_step_follows_the_formulas():
     kernel, bias = tf.Variable(tf.ones([12, 1])), tf.Variable(tf.zeros([1]))
-    optimizer = dp.UntunedSGD(0.0, kappa=0.2)
+    optimizer = dp.UntunedSGD(noise_multiplier=0.0, kappa=0.2)
     x, y = tf.constant(X[:SIZE]), tf.constant(Y[:SIZE], tf.float32)
 
     @tf.function
@@ -115,11 +115,11 @@ def test_it_goes_on_from_where_it_was(tmp_path):
 
 
 def test_its_configuration_makes_it_again():
-    optimizer = dp.UntunedSGD(0.5, kappa=0.2, expected_batch_size=60)
+    optimizer = dp.UntunedSGD(noise_multiplier=0.5, kappa=0.2, expected_batch_size=60)
     again = dp.UntunedSGD.from_config(optimizer.get_config())
     assert again.get_config() == optimizer.get_config()
     assert (again.kappa, again.noise_multiplier, again.l2_norm_clip) == (0.2, 0.5, 1.0)
-    assert dp.UntunedSGD.from_config(dp.UntunedSGD(0.5).get_config()).kappa is None
+    assert dp.UntunedSGD.from_config(dp.UntunedSGD(noise_multiplier=0.5).get_config()).kappa is None
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_its_configuration_makes_it_again():
 )
 def test_what_it_finds_by_itself_is_refused(argument):
     with pytest.raises(TypeError, match="finds .* by itself, or has none. Received: "):
-        dp.UntunedSGD(0.5, **argument)
+        dp.UntunedSGD(noise_multiplier=0.5, **argument)
     with pytest.raises(ValueError, match="`kappa` must be"):
-        dp.UntunedSGD(0.5, kappa=0)
+        dp.UntunedSGD(noise_multiplier=0.5, kappa=0)
 
 
 @pytest.mark.slow

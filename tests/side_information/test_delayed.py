@@ -199,7 +199,9 @@ def test_what_is_no_gradient_changes_nothing():
 
 @pytest.mark.slow_on(2)
 def test_untuned_sgd_measures_under_new_scales_and_multiplies_its_steps_by_them():
-    optimizer = dp.UntunedSGD(0.01, side_information=DelayedPreconditioner(), seed=2)
+    optimizer = dp.UntunedSGD(
+        noise_multiplier=0.01, side_information=DelayedPreconditioner(), seed=2
+    )
     step, (kernel, bias) = stepper(optimizer)
     moved = []
     for k in range(60):

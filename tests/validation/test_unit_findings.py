@@ -88,7 +88,7 @@ def test_targets_that_are_lost_in_the_noise_are_warned_of():
     for learns_units in (
         dp.ADADP(1.0, 1.0, clipping="adaptive"),
         dp.ADADP("measured", 1.0),
-        dp.UntunedSGD(1.0),
+        dp.UntunedSGD(noise_multiplier=1.0),
     ):
         model.compile(learns_units, "mse")
         assert not found(model, UNIT, tiny)

@@ -93,13 +93,18 @@ def _what_to_write(cls: type, args: tuple, kwargs: dict[str, Any], error: TypeEr
     """How to construct an optimizer, for those who wrote `args` and `kwargs`."""
     parameters = inspect.signature(cls).parameters
     by_place = [f"`{p.name}`" for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
-    place = f"only {by_place[0]}" if len(by_place) == 1 else f"{', '.join(by_place)}, in this order"
+    if not by_place:
+        taken = "It takes none by position"
+    elif len(by_place) == 1:
+        taken = f"By position it takes only {by_place[0]}"
+    else:
+        taken = f"By position it takes {', '.join(by_place)}, in this order"
     given = ", ".join([*map(repr, args), *(f"{n}={value!r}" for n, value in kwargs.items())])
     chooses = "learning_rate" in parameters and not getattr(cls, "adapts_learning_rate", False)
     example = _example(cls, ["learning_rate"] if chooses else [])
     return (
-        f"Pass the arguments of `{cls.__name__}` by name: `{example}`. By position it takes "
-        f"{place}. A `PrivacyPlan` finds the noise for an epsilon. "
+        f"Pass the arguments of `{cls.__name__}` by name: `{example}`. {taken}. "
+        "A `PrivacyPlan` finds the noise for an epsilon. "
         f"Received: {cls.__name__}({given}): {error}"
     )
 

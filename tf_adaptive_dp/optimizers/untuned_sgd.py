@@ -81,8 +81,8 @@ class UntunedSGD(RateAdaptingOptimizer, OwnRuleOptimizer, sets=_FOUND):
 
     def __init__(
         self,
-        noise_multiplier: float,
         *,
+        noise_multiplier: float,
         kappa: float | None = None,
         expected_batch_size: float | None = None,
         side_information: SideInformation | None = None,
