@@ -4,7 +4,7 @@
 # and Keras 3; .venv-today) and `tff` (TensorFlow 2.14, the last one that TensorFlow Federated accepts,
 # with Keras 2 and TF Privacy; .venv-tff). docs/stacks.md compares them.
 
-.PHONY: help demo docs quick test test-all bench bench-peers lint lock wheel clean
+.PHONY: help set-up demo docs quick test test-all bench bench-peers lint lock wheel clean
 .ONESHELL:
 .SHELLFLAGS := -ec
 MAKEFLAGS += --no-print-directory
@@ -17,11 +17,16 @@ STACKS = requirements/environment.sh stacks $(PYTHON)
 TFF := .venv-tff/bin
 
 PYTEST := -m pytest -n 2 --dist loadgroup --doctest-modules
-# All tests run in several processes, one after the other: TensorFlow keeps every graph that it has
-# compiled, and one process for all of them would need 10 GB.
+# The tests run in several processes, one after the other: TensorFlow keeps every graph that it has
+# compiled. One process for all of them would need 10 GB, and its last tests twice their time.
 GRADIENTS := tests/gradients
+OPTIMIZERS := tests/optimizers
+MECHANISM := tests/mechanism tests/normalization tests/_keras
+TRAINING := tests/callbacks tests/sampling tests/tuning tests/validation
 FEDERATED := tests/federated tests/examples tests/benchmarks federated
-OTHERS := tests tf_adaptive_dp $(foreach d,$(GRADIENTS) $(FEDERATED),--ignore=$d)
+OTHERS := tests tf_adaptive_dp \
+    $(foreach d,$(GRADIENTS) $(OPTIMIZERS) $(MECHANISM) $(TRAINING) $(FEDERATED),--ignore=$d)
+PARTS := "$(GRADIENTS)" "$(OPTIMIZERS)" "$(MECHANISM)" "$(TRAINING)" "$(FEDERATED)" "$(OTHERS)"
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
@@ -36,6 +41,7 @@ export KERAS_BACKEND := tensorflow
 
 help:
 	@echo "make demo      train with differential privacy: examples/quickstart.py"
+	echo "make set-up    the environments, all at once; every other target sets up what it needs"
 	echo "make test      the quick tests and the examples in the docstrings, on both stacks"
 	echo "make quick     one case of each quick test, on the newest stack, while you work"
 	echo "make test-all  all tests, the slow ones too, on both stacks"
@@ -48,6 +54,11 @@ help:
 	echo "make lock      re-make the locks in requirements/"
 	echo "make wheel     build dist/*.whl"
 	echo "make clean     remove the environments, caches and build files"
+
+# All environments side by side: most of the time they wait for the network and the disk.
+set-up:
+	@stacks=$$($(STACKS))
+	$(MAKE) -j3 $$(printf '.venv-%s/ready ' $$stacks docs)
 
 # On the newest stack that there is a Python for.
 demo quick wheel:
@@ -66,18 +77,24 @@ test test-all:
 demo-today demo-tff: demo-%: .venv-%/ready
 	.venv-$*/bin/python examples/quickstart.py
 
+test-today test-tff: SELECTED := -m "not slow"
+
 test-today test-tff: test-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST) -m "not slow" tests tf_adaptive_dp federated
+	@$(RUN_PARTS)
+
+test-all-today test-all-tff: test-all-%: .venv-%/ready
+	@$(RUN_PARTS)
+
+define RUN_PARTS
+status=0
+for part in $(PARTS); do
+    .venv-$*/bin/python $(PYTEST) $(SELECTED) $$part || status=1
+done
+exit $$status
+endef
 
 quick-today quick-tff: quick-%: .venv-%/ready
 	.venv-$*/bin/python $(PYTEST) -m "not slow" --one-case tests tf_adaptive_dp federated
-
-test-all-today test-all-tff: test-all-%: .venv-%/ready
-	@status=0
-	for part in "$(GRADIENTS)" "$(FEDERATED)" "$(OTHERS)"; do
-	    .venv-$*/bin/python $(PYTEST) $$part || status=1
-	done
-	exit $$status
 
 wheel-today wheel-tff: wheel-%: .venv-%/ready
 	.venv-$*/bin/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
