@@ -7,6 +7,8 @@ noise to the sum (see `federated.privacy.user_level`).
 from __future__ import annotations
 
 import collections
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -19,8 +21,9 @@ from tf_adaptive_dp.update_rules import step_doubling
 LEARNING_RATE = tff.learning.optimizers.LEARNING_RATE_KEY
 TOLERANCE, ALPHA_MIN, ALPHA_MAX = "tolerance", "alpha_min", "alpha_max"
 _HPARAMS = (LEARNING_RATE, TOLERANCE, ALPHA_MIN, ALPHA_MAX)
-# The rest of the state.
+# The rest of the state; the last one only between the two minibatches of `next_in_turn`.
 _MINIBATCHES, _DISCARDED, _START = "minibatches", "discarded", "start"
+_FIRST_HALF = "first_half"
 _BASE = "base"
 
 State = collections.OrderedDict
@@ -199,56 +202,89 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         return state
 
     def next(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
-        gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
-        tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
-        _check_state_fits(state[_START], weights)
-        points = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights)]
+        points, half_step = self._half_step(state, weights, gradients)
         if not points:  # a model without trainable weights
             return state, weights
-        rate = tf.cast(state[LEARNING_RATE], tf.float32)
-        half_step = [
-            tf.zeros_like(point) if g is None else tf.cast(rate / 2, point.dtype) * g
-            for point, g in zip(points, tf.nest.flatten(gradients))
-        ]
 
         def unjudged() -> tuple:
             reached = [point - h for point, h in zip(points, half_step)]
+            rate = tf.cast(state[LEARNING_RATE], tf.float32)
             return rate, tf.identity(state[_DISCARDED]), reached
 
         def judged() -> tuple:
-            return self._second_half(state, rate, points, half_step)
+            # Not kept in the state: what it holds costs time at each minibatch.
+            starts = tf.nest.flatten(state[_START])
+            first_half = [start - point for start, point in zip(starts, points)]
+            return self._second_half(state, points, first_half, half_step)
 
         # One branch for all that only odd minibatches do: each costs time, even if it is not taken.
         odd = tf.equal(state[_MINIBATCHES] % 2, 1)
         rate, discarded, reached = tf.cond(odd, judged, unjudged)
-        state = State(state)
+        state = _after_minibatch(state)
         state[LEARNING_RATE], state[_DISCARDED] = rate, discarded
-        state[_MINIBATCHES] = state[_MINIBATCHES] + 1
         # Written at each minibatch, read at odd ones.
         state[_START] = tf.nest.pack_sequence_as(weights, points)
         return state, tf.nest.pack_sequence_as(weights, reached)
 
+    @property
+    def next_in_turn(self) -> tuple:
+        """`next` for even and for odd minibatches, for loops that know which is which.
+
+        Between the two the state holds the first half step as well.
+        """
+        return self._next_even, self._next_odd
+
+    def _next_even(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
+        points, half_step = self._half_step(state, weights, gradients)
+        reached = [point - h for point, h in zip(points, half_step)]
+        state = _after_minibatch(state)
+        state[_START] = tf.nest.pack_sequence_as(weights, points)
+        state[_FIRST_HALF] = half_step
+        return state, tf.nest.pack_sequence_as(weights, reached)
+
+    def _next_odd(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
+        points, half_step = self._half_step(state, weights, gradients)
+        state = _after_minibatch(state)
+        first_half = state.pop(_FIRST_HALF)
+        if not points:
+            return state, weights
+        rate, discarded, reached = self._second_half(state, points, first_half, half_step)
+        state[LEARNING_RATE], state[_DISCARDED] = rate, discarded
+        return state, tf.nest.pack_sequence_as(weights, reached)
+
+    def _half_step(
+        self, state: State, weights: Any, gradients: Any
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The weights of a minibatch, and how far its half step goes, both flat."""
+        gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
+        tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
+        _check_state_fits(state[_START], weights)
+        points = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights)]
+        half_rate = state[LEARNING_RATE] / 2
+        return points, [
+            tf.zeros_like(point) if g is None else tf.cast(half_rate, point.dtype) * g
+            for point, g in zip(points, tf.nest.flatten(gradients))
+        ]
+
     def _second_half(
         self,
         state: State,
-        rate: tf.Tensor,
         points: list[tf.Tensor],
+        first_half: list[tf.Tensor],
         half_step: list[tf.Tensor],
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Ends a step of two minibatches: judges it, and adapts the learning rate.
 
         Args:
           state: the state after the first minibatch.
-          rate: the learning rate of the step.
           points: the weights after the first half step.
+          first_half: how far that one went.
           half_step: how far the second one goes.
 
         Returns:
           The next learning rate, how many steps were discarded so far, and the weights to keep.
         """
         starts = tf.nest.flatten(state[_START])
-        # Not kept in the state: what it holds costs time at each minibatch.
-        first_half = [start - point for start, point in zip(starts, points)]
         reached = [point - h for point, h in zip(points, half_step)]
         error = _error(first_half, half_step, reached)
         kept = reached
@@ -263,7 +299,7 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         elif self._shorten:
             kept = _shortened(starts, kept, share)
         adapted = step_doubling.adapted_learning_rate(
-            rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
+            state[LEARNING_RATE], error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
         )
         return adapted, state[_DISCARDED] + tf.cast(discarded, tf.int32), kept
 
@@ -332,16 +368,29 @@ class _AdaDPS(tff.learning.optimizers.Optimizer):
             self.report = lambda state: base.report(state[_BASE])
         if hasattr(base, "next_hparams"):
             self.next_hparams = base.next_hparams
+        if hasattr(base, "next_in_turn"):
+            self.next_in_turn = tuple(
+                functools.partial(self._next_of, f) for f in base.next_in_turn
+            )
 
     def initialize(self, specs: Any) -> State:
         return State([(_BASE, self._base.initialize(specs))])
 
     def next(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
+        return self._next_of(self._base.next, state, weights, gradients)
+
+    def _next_of(
+        self,
+        next_of_base: Callable[[Any, Any, Any], tuple],
+        state: State,
+        weights: Any,
+        gradients: Any,
+    ) -> tuple[State, Any]:
         gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
         tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
         scaled = self.side_information.precondition(tf.nest.flatten(gradients))
         gradients = tf.nest.pack_sequence_as(gradients, scaled)
-        base_state, weights = self._base.next(state[_BASE], weights, gradients)
+        base_state, weights = next_of_base(state[_BASE], weights, gradients)
         return State([(_BASE, base_state)]), weights
 
     def get_hparams(self, state: State) -> State:
@@ -349,6 +398,13 @@ class _AdaDPS(tff.learning.optimizers.Optimizer):
 
     def set_hparams(self, state: State, hparams: Any) -> State:
         return State([(_BASE, self._base.set_hparams(state[_BASE], hparams))])
+
+
+def _after_minibatch(state: State) -> State:
+    """A copy of a state that counts one more minibatch."""
+    state = State(state)
+    state[_MINIBATCHES] = state[_MINIBATCHES] + 1
+    return state
 
 
 def _checked_learning_rate(value: Any) -> Any:

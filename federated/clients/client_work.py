@@ -7,8 +7,9 @@ of local training. Here, an optimizer with a `report` method reports on its stat
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 import numpy as np
@@ -19,10 +20,28 @@ from federated.clients.keras_models import with_tff_models
 from federated.clients.tff_types import check_optimizer, made_model
 from tf_adaptive_dp import checks
 
+# `next` of an optimizer.
+NextWeights = Callable[[Any, Any, Any], tuple]
 ModelFn = Callable[[], Union[tff.learning.models.VariableModel, tf.keras.Model]]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
-# Runs a step on each batch of a data set, from a start; returns the last state.
-Loop = Callable[[tf.data.Dataset, tuple, Callable[[tuple, Any], tuple]], tuple]
+
+
+class Steps(NamedTuple):
+    """What a client does with its batches: functions from a state and a batch to the next state.
+
+    Attributes:
+      any: for a batch at any place.
+      in_turn: for the first batch, the second, and so on, then for the first of the next turn. So
+        an optimizer that treats batches differently needs no branch, which costs time at each of
+        them.
+    """
+
+    any: Callable[[tuple, Any], tuple]
+    in_turn: Sequence[Callable[[tuple, Any], tuple]]
+
+
+# Takes steps on the batches of a data set, from a start; returns the last state.
+Loop = Callable[[tf.data.Dataset, tuple, Steps], tuple]
 
 
 def build_client_work(
@@ -146,7 +165,7 @@ def build_update(
       model: the model, made in this graph.
       optimizer: the optimizer of local training.
       weighting: the weight of a client's update.
-      loop: runs a step on each batch of a data set, from a start, and returns the last state.
+      loop: takes steps on the batches of a data set, from a start, and returns the last state.
 
     Returns:
       A `tf.function` of the optimizer's hyperparameters, the weights that the client received, and
@@ -257,12 +276,12 @@ def _training_of_variables(
         tf.nest.map_structure(lambda v, t: v.assign(t), weights, initial_weights)
         variables = tuple(tf.nest.flatten(weights.trainable))
 
-        def step(state: tuple, batch: Any) -> tuple:
+        def step(next_weights: NextWeights, state: tuple, batch: Any) -> tuple:
             num_examples, optimizer_state = state
             with tf.GradientTape() as tape:
                 output = model.forward_pass(batch, training=True)
             gradients = tuple(tape.gradient(output.loss, variables))
-            optimizer_state, updated = optimizer.next(optimizer_state, variables, gradients)
+            optimizer_state, updated = next_weights(optimizer_state, variables, gradients)
             for variable, value in zip(variables, updated):
                 variable.assign(value)
             examples = output.num_examples
@@ -271,7 +290,7 @@ def _training_of_variables(
             return num_examples + tf.cast(examples, tf.int64), optimizer_state
 
         start = (tf.zeros([], tf.int64), _initial_state(optimizer, hparams, variables))
-        num_examples, optimizer_state = loop(dataset, start, step)
+        num_examples, optimizer_state = loop(dataset, start, _steps(optimizer, step))
         trained = tf.nest.map_structure(lambda v: v.read_value(), weights.trainable)
 
         def metrics_of(finite: tf.Tensor) -> Any:
@@ -294,7 +313,7 @@ def _training_of_functional(
     def train(hparams: Any, initial_weights: Any, dataset: tf.data.Dataset) -> tuple:
         fixed = initial_weights.non_trainable
 
-        def step(state: tuple, batch: Any) -> tuple:
+        def step(next_weights: NextWeights, state: tuple, batch: Any) -> tuple:
             trainable, optimizer_state, metrics_state, num_examples = state
             x, y = (batch["x"], batch["y"]) if isinstance(batch, Mapping) else batch
             with tf.GradientTape() as tape:
@@ -302,7 +321,7 @@ def _training_of_functional(
                 output = model.predict_on_batch((trainable, fixed), x, training=True)
                 loss = model.loss(output=output, label=y)
             gradients = tape.gradient(loss, trainable)
-            optimizer_state, trainable = optimizer.next(optimizer_state, trainable, gradients)
+            optimizer_state, trainable = next_weights(optimizer_state, trainable, gradients)
             examples = tf.shape(tf.nest.flatten(output)[0])[0]
             metrics_state = model.update_metrics_state(
                 metrics_state,
@@ -320,7 +339,9 @@ def _training_of_functional(
             model.initialize_metrics_state(),
             tf.zeros([], tf.int64),
         )
-        trained, optimizer_state, metrics_state, num_examples = loop(dataset, start, step)
+        trained, optimizer_state, metrics_state, num_examples = loop(
+            dataset, start, _steps(optimizer, step)
+        )
 
         def metrics_of(finite: tf.Tensor) -> Any:
             return tf.nest.map_structure(
@@ -339,17 +360,28 @@ def _initial_state(optimizer: tff.learning.optimizers.Optimizer, hparams: Any, w
     return optimizer.set_hparams(optimizer.initialize(specs), hparams)
 
 
-def _reduce(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
-    return dataset.reduce(start, step)
+def _steps(
+    optimizer: tff.learning.optimizers.Optimizer,
+    step: Callable[[NextWeights, tuple, Any], tuple],
+) -> Steps:
+    """A step of training with `next` of an optimizer, and with its `next_in_turn` if it has one."""
+    in_turn = getattr(optimizer, "next_in_turn", (optimizer.next,))
+    return Steps(
+        functools.partial(step, optimizer.next), [functools.partial(step, f) for f in in_turn]
+    )
+
+
+def _reduce(dataset: tf.data.Dataset, start: tuple, steps: Steps) -> tuple:
+    return dataset.reduce(start, steps.any)
 
 
 def iterate(
     dataset: tf.data.Dataset,
     start: tuple,
-    step: Callable[[tuple, Any], tuple],
+    steps: Steps,
     in_thread: tf.Tensor | None = None,
 ) -> tuple:
-    """Runs a step on each batch; inside a graph it costs a client far less than `reduce` does.
+    """Takes a step on each batch; inside a graph it costs a client far less than `reduce` does.
 
     A `for` over the data set would become a loop with a branch in it, through which each tensor of
     the state goes at each batch.
@@ -357,7 +389,7 @@ def iterate(
     Args:
       dataset: the batches.
       start: the state before the first one.
-      step: maps a state and a batch to the next state.
+      steps: what to do with each.
       in_thread: how many of the first batches the thread that trains computes itself, instead of
         waiting for another one: no more than there are, and none if the data set calls functions.
 
@@ -377,12 +409,19 @@ def iterate(
             batches.get_next_as_optional,
         )
 
+    def fetched_turn(k: tf.Tensor) -> list[tf.experimental.Optional]:
+        return [fetched(k + place) for place in range(len(steps.in_turn))]
+
     state, k = start, tf.constant(0, tf.int64)
-    following = fetched(k)
-    while following.has_value():
-        state = step(state, following.get_value())
-        k += 1
-        following = fetched(k)
+    turn = fetched_turn(k)
+    while turn[-1].has_value():
+        for step, batch in zip(steps.in_turn, turn):
+            state = step(state, batch.get_value())
+        k += len(steps.in_turn)
+        turn = fetched_turn(k)
+    for batch in turn[:-1]:  # the last turn may end early
+        if batch.has_value():
+            state = steps.any(state, batch.get_value())
     return state
 
 

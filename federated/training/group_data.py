@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from federated.clients.client_work import iterate
+from federated.clients.client_work import Steps, iterate
 
 MESSAGE = tff.TensorType(np.str_, [3])  # see `message`
 
@@ -181,12 +181,10 @@ def received_spec(batch_spec: Any) -> tuple[tf.data.DatasetSpec, tf.TensorSpec]:
     return tf.data.DatasetSpec(batch_spec), tf.TensorSpec([], tf.bool)
 
 
-def iterate_received(
-    data: tuple[tf.data.Dataset, tf.Tensor], start: tuple, step: Callable[[tuple, Any], tuple]
-) -> tuple:
-    """Runs a step on each batch of `ReceivedClients.data`, from a start; returns the last state."""
+def iterate_received(data: tuple[tf.data.Dataset, tf.Tensor], start: tuple, steps: Steps) -> tuple:
+    """Takes a step on each batch of `ReceivedClients.data`, see `iterate`."""
     dataset, in_thread = data
-    return iterate(dataset, start, step, tf.where(in_thread, dataset.cardinality(), 0))
+    return iterate(dataset, start, steps, tf.where(in_thread, dataset.cardinality(), 0))
 
 
 def _dataset(serialized: tf.Tensor, batch_spec: Any) -> tf.data.Dataset:

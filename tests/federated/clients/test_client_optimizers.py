@@ -60,16 +60,18 @@ def keras_run(optimizer):
     return points, rates
 
 
-def client_run(optimizer, batches=None):
+def client_run(optimizer, batches=None, in_turn=False):
     """All points and states."""
     weights = tuple(tf.constant(w) for w in START)
+    functions = optimizer.next_in_turn if in_turn else (optimizer.next,)
     state = optimizer.initialize(tuple(tf.TensorSpec(w.shape, w.dtype) for w in START))
     points, states = [], []
-    for batch in BATCHES if batches is None else batches:
+    for k, batch in enumerate(BATCHES if batches is None else batches):
         with tf.GradientTape() as tape:
             tape.watch(weights)
             loss = tf.reduce_mean(losses(weights, batch))
-        state, weights = optimizer.next(state, weights, tape.gradient(loss, weights))
+        next_weights = functions[k % len(functions)]
+        state, weights = next_weights(state, weights, tape.gradient(loss, weights))
         points.append([w.numpy() for w in weights])
         states.append(state)
     return points, states
@@ -104,6 +106,42 @@ def test_adadp_is_the_keras_optimizer_without_clipping_and_noise(discard, keep):
     above = round(8 * (1 - keras.acceptance))
     assert 1 <= above <= 7  # both branches were taken
     assert report["discarded_steps"] == (above if discard else 0)
+
+
+@pytest.mark.parametrize("broken", [None, 4, 7])
+@pytest.mark.parametrize(
+    "make",
+    [
+        build_adadp,
+        lambda: build_adadp(1.0, 0.1, discard=True, tolerance_decay=0),
+        lambda: build_adadp(0.35, keep="euler", shorten=False),
+        lambda: build_adadps(bound(), build_adadp(2.0, 0.05)),
+    ],
+    ids=["defaults", "paper", "euler", "AdaDPS"],
+)
+def test_in_turn_it_makes_the_same_steps(make, broken):
+    batches = list(BATCHES)
+    if broken is not None:
+        batches[broken] = (np.full([6, 3], np.inf, np.float32), BATCHES[broken][1])
+    points, states = client_run(make(), batches)
+    in_turn, states_in_turn = client_run(make(), batches, in_turn=True)
+    before = broken or len(batches)  # what it was at the broken one is not finite
+    assert_same_points(in_turn[:before], points[:before])
+    assert_same_points(in_turn[9:], points[9:])
+    for state, expected in zip(states_in_turn[1::2], states[1::2]):
+        tf.nest.assert_same_structure(state, expected)
+        ours, theirs = make().report(state), make().report(expected)
+        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-4)
+
+
+def test_a_model_without_weights_takes_no_step():
+    optimizer = build_adadp()
+    for functions in ((optimizer.next,) * 2, optimizer.next_in_turn):
+        state = optimizer.initialize([])
+        for next_weights in functions:
+            state, weights = next_weights(state, [], [])
+        assert weights == [] and optimizer.report(state)["discarded_steps"] == 0
+        tf.nest.assert_same_structure(state, optimizer.initialize([]))
 
 
 ABOVE = {

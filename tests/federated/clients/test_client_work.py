@@ -1,6 +1,8 @@
 """The work of clients: against TFF's own, NumPy, and clients that have nothing or break."""
 
 import collections
+import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -412,23 +414,27 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("data", LOOPS.values(), ids=LOOPS)
-def test_the_loop_runs_each_batch_once_and_in_order(data):
+def test_the_loop_takes_the_step_of_its_place_on_each_batch_once_and_in_order(data):
     def described(batch):
         parts = [getattr(part, "values", part) for part in tf.nest.flatten(batch)]
         texts = [p if p.dtype == tf.string else tf.strings.as_string(p) for p in parts]
         flat = tf.concat([tf.reshape(text, [-1]) for text in texts], axis=0)
         return tf.strings.reduce_join(flat, separator=" ")
 
-    def step(state, batch):
+    def step(place, state, batch):
         seen, count = state
-        return tf.strings.join([seen, described(batch), ";"]), count + 1
+        return tf.strings.join([seen, described(batch), place]), count + 1
 
     expected = [described(batch).numpy() for batch in data]
     in_thread = [None, 0]
     if serialized_client(data).in_thread:
         in_thread += [min(1, len(expected)), len(expected)]
-    for number in in_thread:
+    for number, in_turn in itertools.product(in_thread, ["0", "01", "012"]):
+        place = functools.partial(functools.partial, step)
+        steps = client_work.Steps(place("?"), [place(text) for text in in_turn])
         start = (tf.constant(""), 0)
-        seen, count = tf.function(client_work.iterate)(data, start, step, number)
-        assert seen.numpy() == b"".join(batch + b";" for batch in expected)
+        seen, count = tf.function(client_work.iterate)(data, start, steps, number)
+        whole = len(expected) // len(in_turn)
+        places = in_turn * whole + "?" * (len(expected) % len(in_turn))
+        assert seen.numpy().decode() == "".join(b.decode() + p for b, p in zip(expected, places))
         assert count == len(expected)
