@@ -414,7 +414,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("data", LOOPS.values(), ids=LOOPS)
-def test_the_loop_takes_the_step_of_its_place_on_each_batch_once_and_in_order(data):
+def test_each_batch_gets_the_step_of_its_place_once_and_in_order(data):
     def described(batch):
         parts = [getattr(part, "values", part) for part in tf.nest.flatten(batch)]
         texts = [p if p.dtype == tf.string else tf.strings.as_string(p) for p in parts]
@@ -430,8 +430,9 @@ def test_the_loop_takes_the_step_of_its_place_on_each_batch_once_and_in_order(da
     if serialized_client(data).in_thread:
         in_thread += [min(1, len(expected)), len(expected)]
     for number, in_turn in itertools.product(in_thread, ["0", "01", "012"]):
-        place = functools.partial(functools.partial, step)
-        steps = client_work.Steps(place("?"), [place(text) for text in in_turn])
+        steps = client_work.Steps(
+            functools.partial(step, "?"), [functools.partial(step, place) for place in in_turn]
+        )
         start = (tf.constant(""), 0)
         seen, count = tf.function(client_work.iterate)(data, start, steps, number)
         whole = len(expected) // len(in_turn)
