@@ -16,17 +16,15 @@ PYTHON ?= $(foreach v,3.13 3.12 3.11 3.10 3.9, \
 STACKS = requirements/environment.sh stacks $(PYTHON)
 TFF := .venv-tff/bin
 
-PYTEST := -m pytest -n 2 --dist loadgroup --doctest-modules
-# The tests run in several processes, one after the other: TensorFlow keeps every graph that it has
-# compiled. One process for all of them would need 10 GB, and its last tests twice their time.
-GRADIENTS := tests/gradients
-OPTIMIZERS := tests/optimizers
-MECHANISM := tests/mechanism tests/normalization tests/_keras
-TRAINING := tests/callbacks tests/sampling tests/tuning tests/validation
-FEDERATED := tests/federated tests/examples tests/benchmarks federated
-OTHERS := tests tf_adaptive_dp \
-    $(foreach d,$(GRADIENTS) $(OPTIMIZERS) $(MECHANISM) $(TRAINING) $(FEDERATED),--ignore=$d)
-PARTS := "$(GRADIENTS)" "$(OPTIMIZERS)" "$(MECHANISM)" "$(TRAINING)" "$(FEDERATED)" "$(OTHERS)"
+# The tests run in many processes, two at a time: TensorFlow keeps every graph that it has compiled.
+# One process for all of them would need 10 GB, and its last tests twice their time.
+PARTS := 12
+PYTEST := -m pytest --doctest-modules tests tf_adaptive_dp federated
+QUICK := -m "not slow"
+# Its arguments: stacks, the number of parts of each, and which tests of these. A part shows what it
+# found when it has ended.
+RUN = $(MAKE) -k -j2 --output-sync=target PARTS=$2 SELECTED='$3' \
+    $$(for stack in $1; do seq -f "part-$$stack-%.0f" $2; done)
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
@@ -58,7 +56,7 @@ help:
 # All environments side by side: most of the time they wait for the network and the disk.
 set-up:
 	@stacks=$$($(STACKS))
-	$(MAKE) -j3 $$(printf '.venv-%s/ready ' $$stacks docs)
+	$(MAKE) -s -j3 $$(printf '.venv-%s/ready ' $$stacks docs)
 
 # On the newest stack that there is a Python for.
 demo quick wheel:
@@ -66,35 +64,31 @@ demo quick wheel:
 	$(MAKE) $@-$${stacks%% *}
 
 # On every stack that there is a Python for; then a sentence about what was left out.
+test: SELECTED := $(QUICK)
+
 test test-all:
 	@stacks=$$($(STACKS)) status=0
-	for stack in $$stacks; do
-	    $(MAKE) $@-$$stack || status=1
-	done
+	$(MAKE) -s -j2 $$(printf '.venv-%s/ready ' $$stacks)
+	$(call RUN,$$stacks,$(PARTS),$(SELECTED)) || status=1
 	requirements/environment.sh left-out $(PYTHON)
 	exit $$status
 
 demo-today demo-tff: demo-%: .venv-%/ready
 	.venv-$*/bin/python examples/quickstart.py
 
-test-today test-tff: SELECTED := -m "not slow"
-
 test-today test-tff: test-%: .venv-%/ready
-	@$(RUN_PARTS)
+	@$(call RUN,$*,$(PARTS),$(QUICK))
 
 test-all-today test-all-tff: test-all-%: .venv-%/ready
-	@$(RUN_PARTS)
-
-define RUN_PARTS
-status=0
-for part in $(PARTS); do
-    .venv-$*/bin/python $(PYTEST) $(SELECTED) $$part || status=1
-done
-exit $$status
-endef
+	@$(call RUN,$*,$(PARTS))
 
 quick-today quick-tff: quick-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST) -m "not slow" --one-case tests tf_adaptive_dp federated
+	@$(call RUN,$*,2,$(QUICK) --one-case)
+
+# part-today-3: the tests of the third part, on one stack.
+part-%:
+	@set -- $(subst -, ,$*)
+	.venv-$$1/bin/python $(PYTEST) $(SELECTED) --part $$2/$(PARTS)
 
 wheel-today wheel-tff: wheel-%: .venv-%/ready
 	.venv-$*/bin/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .

@@ -40,9 +40,7 @@ def compiled(name):
 
 def models(names=tuple(zoo.ZOO)):
     """Parameters: names of models."""
-    # One process tests all of a model, and computes its true gradients and its trace once.
-    groups = {name: pytest.mark.xdist_group(f"zoo: {name}") for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in groups.items()])
+    return pytest.mark.parametrize("name", names)
 
 
 @pytest.mark.slow_after(2)
