@@ -228,8 +228,12 @@ class Ledger:
     @property
     def num_lost(self) -> int:
         """How many releases that this process recorded are missing, because it was set back."""
+        return self.num_lost_in(self.read())
+
+    def num_lost_in(self, recorded: Contents) -> int:
+        """`num_lost` for a caller that has read the ledger already, with `read`."""
         with tf.init_scope():
-            return self._read_watermark().num_lost(self.num_releases)
+            return self._read_watermark().num_lost(recorded.num_releases)
 
     @property
     def num_recorded_here(self) -> int:
@@ -240,14 +244,18 @@ class Ledger:
     def _read_watermark(self) -> Watermark:
         return Watermark(*value_of(local_copies(self._watermark)[0]).tolist())
 
-    def require_nothing_lost(self) -> None:
+    def require_nothing_lost(self, recorded: Contents | None = None) -> None:
         """Raises if the ledger was set back and now lacks releases that this process recorded.
+
+        Args:
+          recorded: what the ledger holds now, if it was read already.
 
         Raises:
           NotPrivateError: until `restore` says what counts.
         """
         with tf.init_scope():
-            self._read_watermark().require_nothing_lost(self.num_releases)
+            released = self.num_releases if recorded is None else recorded.num_releases
+            self._read_watermark().require_nothing_lost(released)
 
     def require_own_terms(self) -> None:
         """Takes over the events of a state that was loaded; raises if the state does not fit.

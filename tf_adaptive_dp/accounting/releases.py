@@ -77,6 +77,11 @@ class Contents(NamedTuple):
     segments: list[Segment]
     checks: list[BatchChecks]
 
+    @property
+    def num_releases(self) -> int:
+        """The number of noisy gradients released so far."""
+        return sum(segment.num_releases for segment in self.segments)
+
     def size_that_counts(self, batch_size: float) -> float:
         """The batch size of the next release: `batch_size`, or the larger one that was seen."""
         if self.checks and self.checks[-1].declared == batch_size:

@@ -112,18 +112,20 @@ class PrivacyBudget(PrivateCallback):
           ValueError: if the batch size, and so the cost of the first step, is unknown; or if the
             ledger contradicts the sampling.
         """
-        return self._left(self.optimizer)
+        optimizer = self.optimizer
+        return self._left(optimizer, optimizer.ledger.read())
 
-    def _left(self, optimizer: tf.keras.optimizers.Optimizer) -> int:
+    def _left(self, optimizer: tf.keras.optimizers.Optimizer, recorded: Contents) -> int:
         """See `releases_left`.
 
         Args:
           optimizer: `self.optimizer`, which reads variables of TensorFlow each time it is asked.
+          recorded: what its ledger holds now.
         """
         ledger = optimizer.ledger
-        segments, known = recorded = ledger.read()
+        segments, known = recorded
         noise_multiplier, size = self._next_release(optimizer, recorded)
-        released = sum(segment.num_releases for segment in segments)
+        released = recorded.num_releases
         if released != self._seen[0]:
             repeated = self._num_repeated(segments, known)
             self._again, self._seen = repeated > self._seen[1], (released, repeated)
@@ -181,11 +183,11 @@ class PrivacyBudget(PrivateCallback):
         uses = steps_per_call(self.model) * self._per_step
         return -(-uses // optimizer.parts_per_batch)
 
-    def _next_call_fits(self, optimizer: tf.keras.optimizers.Optimizer) -> bool:
-        return self._left(optimizer) >= self._releases_per_call(optimizer)
+    def _next_call_fits(self, optimizer: tf.keras.optimizers.Optimizer, recorded: Contents) -> bool:
+        return self._left(optimizer, recorded) >= self._releases_per_call(optimizer)
 
-    def _require_room(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        if not self._next_call_fits(optimizer):
+    def _require_room(self, optimizer: tf.keras.optimizers.Optimizer, recorded: Contents) -> None:
+        if not self._next_call_fits(optimizer, recorded):
             ledger = optimizer.ledger
             lost = unprotected(ledger.other_events)
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
@@ -239,10 +241,9 @@ class PrivacyBudget(PrivateCallback):
         begin_batches_anew(optimizer)
         self._num_examples_check.begin(optimizer, steps_per_epoch(self))
         self._priced, self._stopped, self._guessed = (), False, False
-        ledger = optimizer.ledger
-        repeated = self._num_repeated(ledger.segments, ledger.checks)
-        self._again, self._seen = False, (ledger.num_releases, repeated)
-        self._require_room(optimizer)
+        recorded = optimizer.ledger.read()
+        self._again, self._seen = False, (recorded.num_releases, self._num_repeated(*recorded))
+        self._require_room(optimizer, recorded)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Notes the epoch, and of how many examples its releases are; called by Keras.
@@ -250,25 +251,28 @@ class PrivacyBudget(PrivateCallback):
         A `ReleaseLog` writes that down with the first release, before the batch begins here.
         """
         self._epoch, optimizer = epoch, self.optimizer
-        if self._next_call_fits(optimizer):  # what is refused must not be noted
-            optimizer.ledger.note_units(self.num_examples)
+        ledger = optimizer.ledger
+        if self._next_call_fits(optimizer, ledger.read()):  # what is refused must not be noted
+            ledger.note_units(self.num_examples)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""
         if batch == 0:  # other callbacks may have adapted a layer meanwhile
             self.require_counted_statistics()
         optimizer = self.optimizer
-        optimizer.ledger.require_nothing_lost()
-        self._require_room(optimizer)
+        recorded = optimizer.ledger.read()
+        optimizer.ledger.require_nothing_lost(recorded)
+        self._require_room(optimizer, recorded)
         if batch == 0:  # what is refused must not be noted
             optimizer.ledger.note_units(self.num_examples)
             self._num_examples_check.begin_epoch(optimizer)
-        self._released = optimizer.ledger.num_releases
+        self._released = recorded.num_releases
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Stops training if the next step does not fit; called by Keras."""
         optimizer = self.optimizer
-        released = optimizer.ledger.num_releases - self._released
+        recorded = optimizer.ledger.read()
+        released = recorded.num_releases - self._released
         if released > self._releases_per_call(optimizer):
             raise ValueError(
                 "The training step used the optimizer more often than `releases_per_step` says, so "
@@ -276,7 +280,7 @@ class PrivacyBudget(PrivateCallback):
                 f"releases_per_step={self._per_step}, and {released} releases in a call of "
                 f"{steps_per_call(self.model)} steps"
             )
-        if not self._next_call_fits(optimizer):
+        if not self._next_call_fits(optimizer, recorded):
             self._require_within_budget()
             self.model.stop_training = self._stopped = True
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
 from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, wrong_size
-from tf_adaptive_dp.accounting.releases import Segment
+from tf_adaptive_dp.accounting.releases import Contents, Segment
 from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
@@ -207,26 +207,31 @@ class ReleaseLog(PrivateCallback):
           ValueError: if the ledger holds other releases that are not in the log, see the class, or
             the optimizer trained in this process without the log.
         """
+        self._reconciled(optimizer)
+
+    def _reconciled(self, optimizer: tf.keras.optimizers.Optimizer) -> Contents:
+        """Does what `reconcile` says; returns what the ledger holds then, as a read takes time."""
         _require_ledger(optimizer)
         self._require_not_trained_elsewhere(optimizer)
         ledger, announced = optimizer.ledger, self._file.segments
-        segments = ledger.segments
-        if not ledger.extends(announced, segments):
+        recorded = ledger.read()
+        if not ledger.extends(announced, recorded.segments):
             self._refuse(ledger)
-        lost = self.num_releases - ledger.num_releases
-        if ledger.num_lost > lost:  # of which the log does not know either
+        lost = self.num_releases - recorded.num_releases
+        if ledger.num_lost_in(recorded) > lost:  # of which the log does not know either
             ledger.require_nothing_lost()
-        if ledger.extends(segments, self._released):
-            self._released = segments
-            return
-        ledger.restore(announced, ledger.checks)
+        if ledger.extends(recorded.segments, self._released):
+            self._released = recorded.segments
+            return recorded
+        ledger.restore(announced, recorded.checks)
         ledger.lower_units(self._file.fewest_units)
         self._released = announced
         warnings.warn(
             f"{lost} releases were not in the checkpoint, because training ended before they were "
             "saved. They are added to the ledger, so ε includes them.",
-            stacklevel=2,
+            stacklevel=3,
         )
+        return ledger.read()
 
     def _refuse(self, ledger: Ledger) -> None:
         segments, announced = ledger.segments, self._file.segments
@@ -279,8 +284,7 @@ class ReleaseLog(PrivateCallback):
           TypeError, ValueError, OSError: if it fails. Then do not release anything.
         """
         num_releases = checks.integer("num_releases", num_releases, 1)
-        self.reconcile(optimizer)
-        noise_multiplier, batch_size = optimizer.next_release()
+        noise_multiplier, batch_size = optimizer.next_release(self._reconciled(optimizer))
         if batch_size is None:
             raise ValueError(
                 "The first step cannot be announced without its batch size. Pass "
@@ -320,8 +324,8 @@ class ReleaseLog(PrivateCallback):
 
         A later callback may restore an earlier state, with a ledger that lacks it.
         """
-        self.reconcile(self._of_training())
-        if self.steps is not None and self._of_training().ledger.num_releases >= self.steps:
+        recorded = self._reconciled(self._of_training())
+        if self.steps is not None and recorded.num_releases >= self.steps:
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict | None = None) -> None:
