@@ -13,6 +13,7 @@ a round without noise from the same weights, and the changes of the weights must
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import math
@@ -161,9 +162,12 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
             say(f"{name}: {first:.1f} s for the first round")
             running[name] = workers
         seconds: dict[str, list[float]] = {name: [] for name in running}
-        for _ in range(args.rounds):
-            for name, workers in running.items():
-                seconds[name].append(workers.seconds())
+        for turn in range(args.rounds):
+            # Another side begins each turn: what a side has just done may slow the next one down.
+            order = collections.deque(running)
+            order.rotate(-turn)
+            for name in order:
+                seconds[name].append(running[name].seconds())
     return seconds, failed
 
 
