@@ -407,7 +407,7 @@ class Run:
             try:
                 self.ledger.record(output.state)
                 self._count_drawn(1)
-            except ValueError:
+            except Exception:  # TypeError, say, if the state has no private aggregator any more
                 self.journal.note("contradicted", number)  # so that it never counts as stated
                 raise
         self.figures = figures(output, self.ledger, len(cohort), len(data))

@@ -859,6 +859,23 @@ def test_other_noise_than_stated_costs_no_round(process, tmp_path):
     assert len(begun) == 1 and rounds.contents(tmp_path) == before
 
 
+def test_a_round_whose_state_does_not_show_its_release_never_counts_as_stated(process, tmp_path):
+    def next_without_aggregator(state, datasets):
+        output = process.next(state, datasets)
+        state = SimpleNamespace(global_model_weights=output.state.global_model_weights)
+        return SimpleNamespace(state=state, metrics=output.metrics)
+
+    def train(by):
+        sampler = real_rounds.sampler("gaussian")
+        return program.train(by, real_rounds.dataset, sampler, 2, tmp_path)
+
+    parts = {n: getattr(process, n) for n in ("initialize", "get_model_weights", "new_ledger")}
+    with pytest.raises(TypeError, match="no other aggregator around it"):
+        train(SimpleNamespace(next=next_without_aggregator, **parts))
+    with pytest.raises(ValueError, match="Round 1 of the run in this directory did not"):
+        train(process)
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "change, found",
