@@ -148,7 +148,8 @@ def test_every_client_in_every_round_is_the_plain_gaussian_mechanism():
     assert spent == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("rounds", [1, 32, 39, 40, 41, 300])  # 32 leaves have 6 levels of nodes
+# 32 leaves have 6 levels of nodes, as many as 40.
+@pytest.mark.parametrize("rounds", [1, 32, 39, 40, 41, 72, 300])
 def test_trees_cost_what_dp_accounting_says(rounds):
     """40 rounds a pass: a tree each, the last one maybe unfinished."""
     ledger = ledger_of(TREE, rounds)
