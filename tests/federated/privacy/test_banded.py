@@ -414,8 +414,8 @@ def test_new_orders_break_the_separation_and_are_refused():
             epsilon_spent(ledger_of(1), DELTA, sampling=other)
     with pytest.raises(ValueError, match="back after 5 rounds.*min_separation=10"):
         check_sampling(PRIVACY, FixedOrder(12, steps=100))
-    with pytest.raises(ValueError, match="holds 25 rounds in a row.*only 20 cohorts"):
-        epsilon_spent(ledger_of(25), DELTA, sampling=FixedOrder(6, steps=20))
+    with pytest.raises(ValueError, match="holds 25 rounds in a row.*only 24 cohorts"):
+        epsilon_spent(ledger_of(25), DELTA, sampling=FixedOrder(6, steps=24))
 
 
 class NewOrders(FixedOrder):
