@@ -107,7 +107,15 @@ def test_a_run_whose_states_have_another_form_is_refused_by_its_leaves(path):
 
 
 @pytest.mark.parametrize(
-    "entry", [("begun", 5), ("begun", 3), ("released", 1), ("released", 4), ("redrawn", 2)]
+    "entry",
+    [
+        ("begun", 5),
+        ("begun", 3),
+        ("released", 1),
+        ("released", 4),
+        ("redrawn", 2),
+        ("contradicted", 2),
+    ],
 )
 def test_an_impossible_entry_is_refused(path, entry):
     content = path.read_bytes()
@@ -116,6 +124,15 @@ def test_an_impossible_entry_is_refused(path, entry):
         journal.note(*entry)
     journal.close()
     assert path.read_bytes() == content
+
+
+def test_a_run_keeps_the_first_key_that_was_noted(path):
+    journal = RunJournal(path, RUN)
+    journal.note_sampler_key("first")
+    with pytest.raises(ValueError, match="may not be written now.*second"):
+        journal.note_sampler_key("second")
+    journal.close()
+    assert opened(path).sampler_key == "first"
 
 
 def test_what_cannot_be_written_was_not_noted(path, monkeypatch):
