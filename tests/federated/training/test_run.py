@@ -10,9 +10,10 @@ import pytest
 import tensorflow_federated as tff
 
 from federated.privacy.user_ledger import UserLedger
+from federated.privacy.user_level import UserLevelPrivacy
 from federated.training import program
 from federated.training import run as run_module
-from federated.training.run import Run, _description
+from federated.training.run import Run, _description, rounds_before
 from tests.helpers import killable_rounds as rounds
 from tests.helpers import real_rounds
 from tests.helpers.crash_injection import CrashInjector
@@ -71,6 +72,15 @@ def test_a_journal_describes_a_ledger_as_earlier_versions_did():
         *("noise", "side_information", "sampling"),
     }
     assert described["privacy"]["total_clients"] == 12
+
+
+def test_rounds_with_another_noise_used_cohorts_too():
+    earlier = UserLedger(UserLevelPrivacy(1.0, 12, 60, clip=1.0))
+    earlier.record_lost(3)
+    ledger = UserLedger.from_dict(earlier.to_dict(), UserLevelPrivacy(2.0, 12, 60, clip=1.0))
+    ledger.record_lost(2)
+    assert len(ledger.segments) == 2 and rounds_before(ledger) == 5
+    assert rounds_before(None) == 0
 
 
 def test_a_run_that_was_copied_goes_on(one_round, tmp_path):
