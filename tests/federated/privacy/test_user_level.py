@@ -122,6 +122,12 @@ def test_large_updates_are_clipped_and_others_averaged_over_the_public_number():
     np.testing.assert_array_equal(output.result[0], 0.0)
 
 
+@pytest.mark.parametrize("clip", [2.0, "adaptive"])
+def test_the_number_that_divides_may_be_a_fraction_as_under_poisson_sampling(clip):
+    query = UserLevelPrivacy(0.2, 2.5, 60, clip=clip).query(3)
+    assert float(query.initial_global_state().denominator) == 2.5
+
+
 def test_updates_have_to_be_float32():
     aggregator = PRIVACIES["fixed"].aggregator()
     for wrong in [(np.float64, [3]), (np.int32, [3]), (np.float32, [None])]:
