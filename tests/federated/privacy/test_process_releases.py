@@ -79,6 +79,10 @@ def with_another_sum(where):
         return data.reduce(tf.zeros([2]), lambda a, b: a + b)
 
     add = tff.tensorflow.computation(lambda a, b: a + b)
+    of_aggregator = inner.initialize.type_signature.result.member
+    first = tff.tensorflow.computation(
+        lambda a, b: a, (of_aggregator, tff.TensorType(np.float32, [2]))
+    )
     data_type = tff.FederatedType(tff.SequenceType(tff.TensorType(np.float32, [2])), tff.CLIENTS)
 
     @tff.federated_computation(initialize.type_signature.result, data_type)
@@ -88,7 +92,10 @@ def with_another_sum(where):
         private = inner.next(state.aggregator, update)
         added = {"model": exact, "both": tff.federated_map(add, (private.result, exact))}
         model = added.get(where, private.result)
-        state = collections.OrderedDict(model=model, aggregator=private.state)
+        kept = private.state
+        if where == "aggregator":
+            kept = tff.federated_map(first, (private.state, exact))
+        state = collections.OrderedDict(model=model, aggregator=kept)
         nothing = tff.federated_value(0.0, tff.SERVER)
         metrics = collections.OrderedDict(
             client_work=exact, finalizer=exact if where == "finalizer" else nothing
@@ -125,6 +132,11 @@ def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
     with pytest.raises(NotPrivateError, match=f"exact sums in {found}$"):
         check_releases(with_another_sum(where))
     assert check_releases(with_another_sum("nowhere"))  # `client_work` is never protected
+
+
+def test_an_exact_sum_in_the_state_of_the_aggregator_is_no_part_of_its_release(context):
+    with pytest.raises(NotPrivateError, match="must have one private aggregator"):
+        check_releases(with_another_sum("aggregator"))
 
 
 def test_a_process_without_a_private_aggregator_is_refused(context):
