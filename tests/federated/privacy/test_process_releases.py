@@ -89,6 +89,8 @@ def with_another_sum(where):
     def next_fn(state, data):
         update = tff.federated_map(total, data)
         exact = tff.federated_sum(update)
+        if where == "clients":  # who see the sum before they send their updates
+            update = tff.federated_map(add, (update, tff.federated_broadcast(exact)))
         private = inner.next(state.aggregator, update)
         added = {"model": exact, "both": tff.federated_map(add, (private.result, exact))}
         model = added.get(where, private.result)
@@ -134,9 +136,10 @@ def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
     assert check_releases(with_another_sum("nowhere"))  # `client_work` is never protected
 
 
-def test_an_exact_sum_in_the_state_of_the_aggregator_is_no_part_of_its_release(context):
+@pytest.mark.parametrize("where", ["aggregator", "clients"])
+def test_an_exact_sum_behind_the_private_one_is_no_part_of_its_release(context, where):
     with pytest.raises(NotPrivateError, match="must have one private aggregator"):
-        check_releases(with_another_sum("aggregator"))
+        check_releases(with_another_sum(where))
 
 
 def test_a_process_without_a_private_aggregator_is_refused(context):
