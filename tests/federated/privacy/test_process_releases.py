@@ -63,7 +63,19 @@ def test_mime_is_refused_as_it_sends_exact_gradients(context, kind):
         check_releases(process)
 
 
-def with_another_sum(where):
+def weighted_mean(update):
+    weight = tff.tensorflow.computation(lambda u: tf.norm(u), tff.TensorType(np.float32, [2]))
+    return tff.federated_mean(update, tff.federated_map(weight, update))
+
+
+def aggregate(update):
+    zeros = tff.tensorflow.computation(lambda: tf.zeros([2]))
+    add = tff.tensorflow.computation(lambda a, b: a + b, [zeros.type_signature.result] * 2)
+    same = tff.tensorflow.computation(lambda a: a, zeros.type_signature.result)
+    return tff.federated_aggregate(update, zeros(), add, add, same)
+
+
+def with_another_sum(where, added_up=tff.federated_sum):
     """A process whose `next` adds up what no aggregator clips, and puts it somewhere."""
     inner = PRIVACY.aggregator().create(tff.TensorType(np.float32, [2]))
     weights = tff.tensorflow.computation(lambda: tf.zeros([2]))
@@ -88,7 +100,7 @@ def with_another_sum(where):
     @tff.federated_computation(initialize.type_signature.result, data_type)
     def next_fn(state, data):
         update = tff.federated_map(total, data)
-        exact = tff.federated_sum(update)
+        exact = added_up(update)
         if where == "clients":  # who see the sum before they send their updates
             update = tff.federated_map(add, (update, tff.federated_broadcast(exact)))
         private = inner.next(state.aggregator, update)
@@ -134,6 +146,13 @@ def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
     with pytest.raises(NotPrivateError, match=f"exact sums in {found}$"):
         check_releases(with_another_sum(where))
     assert check_releases(with_another_sum("nowhere"))  # `client_work` is never protected
+
+
+@pytest.mark.parametrize("added_up", [weighted_mean, aggregate])
+def test_an_exact_sum_is_found_however_it_is_computed(context, added_up):
+    with pytest.raises(NotPrivateError, match="exact sums in state.model$"):
+        check_releases(with_another_sum("model", added_up))
+    assert check_releases(with_another_sum("nowhere", added_up))
 
 
 @pytest.mark.parametrize("where", ["aggregator", "clients"])
