@@ -216,7 +216,7 @@ def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
     rounds.check_record(rounds.record(tmp_path), "gaussian")
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "mechanism, finished", [("gaussian", 3), ("tree", 3), ("banded", 3), (None, 5)]
 )
