@@ -284,10 +284,14 @@ def test_a_new_run_has_the_key_that_its_sampler_makes_for_it(tmp_path):
         assert run.sampler.key == (tmp_path / "secret/sampler_key").read_bytes() == bytes(32)
 
 
-@pytest.mark.parametrize("dropout, may_drop_out", [(None, False), (0.5, True)])
-def test_the_ledger_of_a_run_says_how_its_clients_came(tmp_path, dropout, may_drop_out):
+@pytest.mark.parametrize(
+    "how, may_drop_out",
+    [({}, False), ({"dropout": 0.5}, True), ({"on_client_error": "drop"}, True)],
+    ids=str,
+)
+def test_the_ledger_of_a_run_says_how_its_clients_came(tmp_path, how, may_drop_out):
     sampler, ledger = rounds.Sampler(["a"], rounds.Sampling()), rounds.Ledger(rounds.Privacy())
-    run = Run(rounds.Process(tmp_path), sampler, tmp_path, ledger, 0, dropout=dropout)
+    run = Run(rounds.Process(tmp_path), sampler, tmp_path, ledger, 0, **how)
     run.journal.close()
     assert getattr(run.ledger, "clients_may_drop_out", False) == may_drop_out
     assert run.ledger.sampling == "Sampling(seed=None)"
