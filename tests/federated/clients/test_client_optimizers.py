@@ -548,6 +548,14 @@ def test_preconditioners_of_positions_and_of_names_are_the_same():
         np.testing.assert_array_equal(1.0 if a is None else a, b)
 
 
+def test_side_information_with_other_numbers_or_shapes_is_another_one():
+    arrays = ([[1.0, 2.0]], [[1.0, 3.0]], [[[1.0], [2.0]]], [[1.0, 2.0], None], [None, [1.0, 2.0]])
+    made = [ClientPreconditioner.from_arrays(a, provenance="public") for a in arrays]
+    assert len({one.digest for one in made}) == len(made)
+    again = ClientPreconditioner.from_arrays(arrays[0], provenance="public")
+    assert SideInformation.of(again) == SideInformation.of(made[0]) != SideInformation.of(made[1])
+
+
 def test_token_frequencies_are_bound_to_the_first_kernel_of_a_keras_model():
     model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(2)])
     counts = dp.side_information.token_frequencies([3, 1, 0, 0], provenance="public")

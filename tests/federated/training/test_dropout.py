@@ -193,6 +193,14 @@ def test_a_public_run_shows_how_many_dropped_out(tmp_path):
     assert [f.get("train/dropped_clients") for f in released] == [None, 1]
 
 
+def test_a_private_run_shows_no_number_of_clients(tmp_path):
+    train(tmp_path, 2, "gaussian", dropout=lambda client, number: number == 2)
+    released = [e["figures"] for e in rounds.record(tmp_path) if e["event"] == "released"]
+    assert len(released) == 2
+    for figures in released:
+        assert not [name for name in figures if "client" in name or "examples" in name]
+
+
 PRIVACY = UserLevelPrivacy(1.3, 50, 2000, clip=1.0)
 
 
