@@ -169,6 +169,13 @@ def test_nothing_without_noise_is_returned_unless_asked_for(noiseless):
     assert np.isfinite(weights(talking, output.state)).all()
 
 
+@pytest.mark.slow_after(1)  # the functional model has no metrics to return
+def test_no_way_to_compute_a_round_can_return_what_was_not_asked_for(noiseless):
+    for way in (noiseless.next.single, noiseless.next.grouped):
+        metrics = way.type_signature.result.metrics.member
+        assert str(metrics.client_work) == "<train=<>>"
+
+
 def test_noise_of_a_round_reaches_the_model_with_its_stated_size():
     privacy = UserLevelPrivacy(1.5, 4, 20, clip=2.0)
     model = functional_model(size=20_000)
