@@ -13,7 +13,12 @@ from federated.clients.preconditioner import ClientPreconditioner
 from federated.privacy.client_sampling import ClientSampler, EveryClient, ShuffledEpochs
 from federated.privacy.user_epsilon import epsilon_spent, privacy_statement
 from federated.privacy.user_level import UserLevelPrivacy
-from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
+from federated.training.processes import (
+    PrivateLearningProcess,
+    _the_one_side_information,
+    build_adaptive_fed_avg,
+    build_dp_fed_avg,
+)
 from federated.training.program import train
 from federated.training.saved_states import SavedStates
 from tests.helpers.gaussianity import assert_gaussian
@@ -243,6 +248,21 @@ def test_preconditioning_the_whole_update_divides_it_before_it_is_clipped():
     assert "norms, released by GaussianDpEvent" in " ".join(
         privacy_statement(ledger, 1e-3, sampling=ShuffledEpochs(5, steps=1)).split()
     )
+
+
+@pytest.mark.slow_after(1)
+def test_side_information_reaches_the_ledger_from_each_place(noiseless):
+    event = dp_accounting.GaussianDpEvent(5.0)
+    informed = ClientPreconditioner.from_arrays([None], provenance=event)
+    optimizer = build_adadps(informed, SGD)
+    for places in ((optimizer, None, SGD), (SGD, informed, SGD), (SGD, None, optimizer)):
+        found = _the_one_side_information(*places)
+        ledger = PrivateLearningProcess(noiseless, noiseless.privacy, found).new_ledger()
+        assert ledger.other_events == (event,)
+    assert _the_one_side_information(SGD, None, SGD) is None
+    for places in ((optimizer, informed, SGD), (SGD, informed, optimizer)):
+        with pytest.raises(ValueError, match="in one of .*'fixed preconditioner', .* with 'fixed"):
+            _the_one_side_information(*places)
 
 
 @pytest.mark.slow
