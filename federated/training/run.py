@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +272,7 @@ class Run:
         """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
             self.ledger.record_lost(rounds, self.state)
-            self._count_drawn(rounds)
+            self._count_drawn(range(self.journal.begun - rounds + 1, self.journal.begun + 1))
             lost = (
                 "1 round was begun whose result is not in the saved state. It is counted: ε "
                 "includes it."
@@ -282,10 +282,15 @@ class Run:
             )
             warnings.warn(lost, stacklevel=3)
 
-    def _count_drawn(self, rounds: int) -> None:
-        """Counts rounds as drawn, unless a sampler of the caller's drew their cohorts."""
-        if self.ledger is not None and getattr(self.sampler, "draws_as_described", False):
-            self.ledger.rounds_drawn += rounds
+    @property
+    def _draws_as_described(self) -> bool:
+        return getattr(self.sampler, "draws_as_described", False)
+
+    def _count_drawn(self, numbers: Iterable[int]) -> None:
+        """Counts rounds as drawn, but not those whose cohorts a sampler of the caller's drew."""
+        if self.ledger is not None and self._draws_as_described:
+            by_caller = self.journal.drawn_by_caller
+            self.ledger.rounds_drawn += sum(number not in by_caller for number in numbers)
 
     def _cohort(self) -> list[str]:
         """The clients of the next round: distinct ones, since each is clipped where it appears."""
@@ -391,6 +396,8 @@ class Run:
         # Before the round counts: nothing was released yet if this fails.
         data = self._data_of(number, cohort, datasets)
         self._check_first_graph(data)
+        if self.ledger is not None and not self._draws_as_described:
+            self.journal.note("drawn_by_caller", number)  # another sampler may resume this run
         self.journal.note("begun", number)
         try:
             self._require_clients(len(data), len(cohort))
@@ -406,7 +413,7 @@ class Run:
         if self.ledger is not None:
             try:
                 self.ledger.record(output.state)
-                self._count_drawn(1)
+                self._count_drawn([number])
             except Exception:  # TypeError, say, if the state has no private aggregator any more
                 self.journal.note("contradicted", number)  # so that it never counts as stated
                 raise

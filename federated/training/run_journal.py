@@ -21,9 +21,9 @@ class RunJournal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
     The first line describes the run, the next one has the hash of the sampler's key, and each other
-    line records that a round was begun or released, that another cohort is to be drawn, or
-    that a release was not as stated. Rounds are numbered 1, 2, … in the order in which they begin;
-    a number is never used twice.
+    line records that a round was begun or released, that another cohort is to be drawn, that the
+    caller's own code drew one, or that a release was not as stated. Rounds are numbered 1, 2, … in
+    the order in which they begin; a number is never used twice.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. `federated.training.program`
     compares the journal with the saved states, in case its last lines were lost.
@@ -34,6 +34,8 @@ class RunJournal(journal.Journal):
       released: the number of the last round whose figures went to the release managers.
       contradicted: the number of a round that did not release what its privacy says; 0 without one.
       redrawn: the rounds whose cohorts were given up because too few clients were left.
+      drawn_by_caller: the rounds whose cohorts a sampler of the caller's drew, noted before they
+        begin.
       sampler_key: the hash of the sampler's key; `None` if it was not noted yet.
     """
 
@@ -61,6 +63,7 @@ class RunJournal(journal.Journal):
         self.run = json.loads(json.dumps(run))
         self.begun = self.released = self.contradicted = 0
         self.redrawn: list[int] = []
+        self.drawn_by_caller: list[int] = []
         self.sampler_key: str | None = None
         # Without the last brace, since the base class writes more into this line.
         super().__init__(path, json.dumps({"run": self.run}, sort_keys=True)[:-1].encode())
@@ -87,7 +90,7 @@ class RunJournal(journal.Journal):
             return event == "run"
         if event == "sampler_key":
             return self.sampler_key is None and isinstance(value, str)
-        if event == "begun":
+        if event in ("begun", "drawn_by_caller"):
             return value == self.begun + 1
         if event == "contradicted":
             return value == self.begun > self.contradicted
@@ -109,8 +112,8 @@ class RunJournal(journal.Journal):
 
     def _follow(self, entry: dict) -> None:
         ((event, value),) = entry.items()
-        if event == "redrawn":
-            self.redrawn.append(value)
+        if event in ("redrawn", "drawn_by_caller"):
+            getattr(self, event).append(value)
         else:
             setattr(self, event, value)
 
@@ -126,12 +129,12 @@ class RunJournal(journal.Journal):
         self._append({"sampler_key": digest})
 
     def note(self, event: str, number: int) -> None:
-        """Records that a round was begun, released, given up for another, or not as stated.
+        """Records that a round was begun, released, and so on; see the class.
 
         Guarantee: that of the class.
 
         Args:
-          event: `"begun"`, `"released"`, `"redrawn"` or `"contradicted"`.
+          event: `"drawn_by_caller"`, `"begun"`, `"released"`, `"redrawn"` or `"contradicted"`.
           number: the number of the round.
 
         Raises:

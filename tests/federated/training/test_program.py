@@ -317,6 +317,32 @@ def test_cohorts_of_a_callers_own_code_do_not_count_as_drawn(process, tmp_path, 
     assert again.ledger.rounds_drawn == 0
 
 
+def test_lost_rounds_whose_cohorts_a_callers_code_drew_never_count_as_drawn(tmp_path, monkeypatch):
+    class Other(Unchecked):
+        def cohort(self, round_num):
+            return list(self.client_ids[:2])
+
+    def train(sampler, num_rounds):
+        made = sampler(list("abcdefgh"), FixedSizeSampling(2, 20))
+        ledger = rounds.ledger("gaussian")
+        process = rounds.Process(tmp_path)
+        return program.train(process, str, made, num_rounds, tmp_path, ledger=ledger)
+
+    def failed(*_):
+        raise ConnectionError
+
+    train(Unchecked, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds.Process, "next", failed)
+        with pytest.raises(ConnectionError):
+            train(Other, 2)
+        with pytest.raises(ConnectionError), pytest.warns(UserWarning, match="^1 round was begun"):
+            train(Unchecked, 3)
+    with pytest.warns(UserWarning, match="^2 rounds were begun"):
+        ledger = train(Unchecked, 4).ledger
+    assert (ledger.num_releases, ledger.rounds_drawn) == (4, 3)
+
+
 def test_a_client_that_comes_twice_in_a_cohort_is_refused(process, tmp_path):
     sampler = with_cohorts(lambda self, number: [*self.client_ids[:2], self.client_ids[0]])
     with pytest.raises(ValueError, match="at most once for a round.*does not count"):

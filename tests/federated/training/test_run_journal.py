@@ -111,6 +111,7 @@ def test_a_run_whose_states_have_another_form_is_refused_by_its_leaves(path):
     [
         ("begun", 5),
         ("begun", 3),
+        ("drawn_by_caller", 3),
         ("released", 1),
         ("released", 4),
         ("redrawn", 2),
