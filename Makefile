@@ -16,15 +16,17 @@ PYTHON ?= $(foreach v,3.13 3.12 3.11 3.10 3.9, \
 STACKS = requirements/environment.sh stacks $(PYTHON)
 TFF := .venv-tff/bin
 
-# The tests run in many processes, two at a time: TensorFlow keeps every graph that it has compiled.
-# One process for all of them would need 10 GB, and its last tests twice their time.
+# The tests run in many processes, two at a time: TensorFlow keeps every graph that it has compiled,
+# and one process for all of them would need 10 GB.
 PARTS := 12
 PYTEST := -m pytest --doctest-modules tests tf_adaptive_dp federated
 QUICK := -m "not slow"
-# Its arguments: stacks, the number of parts of each, and which tests of these. A part shows what it
-# found when it has ended.
-RUN = $(MAKE) -k -j2 --output-sync=target PARTS=$2 SELECTED='$3' \
+# Its arguments: stacks, the number of parts of each, and which tests of these.
+define RUN
+echo "Two parts of the tests run at a time; each shows its results when it has ended."
+$(MAKE) -k -j2 --output-sync=target PARTS=$2 SELECTED='$3' \
     $$(for stack in $1; do seq -f "part-$$stack-%.0f" $2; done)
+endef
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
