@@ -173,8 +173,8 @@ def test_the_budget_counts_releases_and_not_parts(steps, k, monkeypatch):
     )
     needed = -(-steps // k)
     for left in (needed - 1, needed):
-        monkeypatch.setattr(budget, "_left", lambda _, left=left: left)
-        assert budget._next_call_fits(optimizer) == (left == needed)
+        monkeypatch.setattr(budget, "_left", lambda *_, left=left: left)
+        assert budget._next_call_fits(optimizer, None) == (left == needed)
 
 
 def test_a_seeded_draw_in_parts_is_the_draw_of_its_key():
