@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
@@ -9,6 +10,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is impor
 import tensorflow as tf  # noqa: E402
 
 from tf_adaptive_dp._keras.generation import GENERATION  # noqa: E402
+
+# A shell that starts the tests in the background has them ignore this signal, and whatever they
+# start. TFF ends its own worker with it when Python ends, and waits for that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore_glob = []
 if GENERATION == 2:
