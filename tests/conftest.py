@@ -36,17 +36,23 @@ def pytest_collection_modifyitems(config, items):
     """`slow_after(n)`: of a test with many cases, those after the first n are slow.
 
     `slow_on(2)`: the test is slow with this version of Keras; the quick tests of the other run it.
+
+    `in_turns`: of the quick cases, the first, third, fifth, … are slow with Keras 2 and the others
+    with Keras 3, so that each of them is quick with one of the two.
     """
     quick_cases = collections.Counter()
     for item in items:
         if any(GENERATION in mark.args for mark in item.iter_markers("slow_on")):
             item.add_marker(pytest.mark.slow)
-        mark = item.get_closest_marker("slow_after")
-        if mark is None or item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow"):
             continue
         test = item.nodeid.partition("[")[0]
         quick_cases[test] += 1
-        if quick_cases[test] > mark.args[0]:
+        last = item.get_closest_marker("slow_after")
+        turn = 3 if quick_cases[test] % 2 else 2
+        if (last is not None and quick_cases[test] > last.args[0]) or (
+            item.get_closest_marker("in_turns") and turn != GENERATION
+        ):
             item.add_marker(pytest.mark.slow)
     if config.getoption("--one-case"):
         first = {}

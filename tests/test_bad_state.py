@@ -85,6 +85,7 @@ def test_a_state_that_keras_skips_with_a_warning_stops_training_and_is_counted(
     assert model.optimizer.ledger.segments == counted
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("decision", ["count", "discard", "load"])
 def test_training_goes_on_after_a_decision(saved, decision, tmp_path):
     model = loaded_with_a_warning(saved, trained_before=False)

@@ -289,6 +289,7 @@ def test_wrong_first_calls_change_nothing(row):
     assert_refused(model, lambda: call(model), error, match)
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("call", [step, apply_foreign, minimize_other, setting("l2_norm_clip", 0)])
 def test_training_goes_on_as_if_nothing_had_happened(call):

@@ -802,6 +802,7 @@ def test_metrics_leave_padding_out():
     assert history.history["val_accuracy"] == [pytest.approx(np.mean(1 + Y // 2 == 1))]
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("outputs", [1, 2])
@@ -850,6 +851,7 @@ def test_class_weights_leave_a_class_out():
     assert history["label"] == [1.0]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(("of_examples", "of_class"), [(3.0, 1.0), (1.0, 3.0)])
 def test_weights_above_1_are_warned_of_whether_of_examples_or_of_classes(of_examples, of_class):
     plan, labels = planned(epochs=1), np.zeros(N, int)
@@ -892,6 +894,7 @@ def test_metrics_that_take_no_weight_per_example_leave_padding_out():
     assert history.history["share_of_ones"] == [1.0] == history.history["takes_none"]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_images_may_have_the_metric_of_segmentation(jit_compile):
     plan = planned(epochs=1)
@@ -938,6 +941,7 @@ TOKENS = np.arange(5 * N).reshape(N, 5) % 7
 CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("outputs", ["one", "two"])
 @pytest.mark.parametrize(
@@ -998,6 +1002,7 @@ def own_mean(y, predicted):
     return tf.reduce_mean(tf.square(y - predicted), axis=[1, 2, 3])
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("outputs", ["one", "two"])
 def test_losses_of_images_may_have_no_other_axes(outputs):
     """A loss [B] of outputs [B, H, W, C] gets the weights [B] as they are."""
@@ -1039,6 +1044,7 @@ class OwnStepAndCall(OwnStep):
         return self.part(x)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", [OwnStep, OwnStepAndCall])
 def test_a_step_of_its_own_gets_a_weight_per_example(kind):
     images = np.random.default_rng(0).normal(size=[N, 4, 4, 1]).astype("float32")
@@ -1102,6 +1108,7 @@ def reproduces(kind, *, seen=X, jit_compile=False, **arguments):
     return history
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("kind", [WithAddedLoss, WithOwnLoss, WithOwnStep])
@@ -1154,6 +1161,7 @@ def test_a_step_that_takes_a_batch_for_its_inputs_is_told_its_parts():
         reproduces(WithoutParts)
 
 
+@pytest.mark.slow_on(2)
 def test_padding_is_left_out_where_a_step_without_targets_ignores_weights():
     weights = np.where(np.arange(N) % 4, np.float32(0), np.float32(2))
     data = tf.data.Dataset.from_tensors((X, weights)).map(lambda x, w: (x, None, w))
@@ -1339,6 +1347,7 @@ def test_data_come_as_users_have_them():
         plan.batches(dataset.map(lambda x, y: {"x": x}))
 
 
+@pytest.mark.slow_on(3)
 def test_statistics_that_keras_adapted_are_warned_of(recwarn):
     plan = planned(epochs=1)
     layer = tf.keras.layers.Normalization(name="units")
@@ -1399,6 +1408,7 @@ def test_missing_values_are_warned_of_before_a_step():
     assert found.filename == __file__
 
 
+@pytest.mark.slow_on(2)
 def test_a_finished_run_is_never_restored_without_a_word(tmp_path):
     plan = planned(epochs=1)
     plan.fit(model_of(plan), X, Y, verbose=0, directory=tmp_path)
@@ -1655,6 +1665,7 @@ def test_a_step_that_cannot_unpack_a_batch_is_told_its_parts(kind, says):
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("num_oov_indices", [0, 1])
 @pytest.mark.parametrize(
     "lookup, words", [("StringLookup", ["red", "blue"]), ("IntegerLookup", [5, 6])]
@@ -1724,6 +1735,7 @@ def test_a_model_that_does_not_accept_padding_is_told_what_it_holds():
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("filtered", [True, False])
 def test_padding_that_contributes_is_said_without_tensorflows_way_to_it(filtered, monkeypatch):
     class IgnoresWeights(tf.keras.Sequential):

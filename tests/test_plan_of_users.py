@@ -288,6 +288,7 @@ def gradients_of_people(model, x, y, ids, user_reduction):
     return found
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("user_reduction", ["mean", "sum"])
 def test_the_gradient_of_a_person_with_texts_is_clipped_once(user_reduction):
     # The losses have an entry for each token, [B, T]; a text counts with the mean over its tokens.

@@ -65,6 +65,7 @@ def test_some_padding_is_marked_even_if_chance_marks_none(monkeypatch):
             assert np.signbit(weights).sum() == (not equal_rows)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("users", [None, UserRecords(IDS)], ids=["examples", "users"])
 def test_the_sums_are_those_of_batches_with_equal_rows(users):
     """The clipped sum of a step does not depend on how much padding there is."""
@@ -197,6 +198,7 @@ def test_a_model_that_needs_to_know_its_rows_trains():
     assert model.optimizer.ledger.num_releases == plan.steps
 
 
+@pytest.mark.slow_on(3)
 def test_a_strategy_with_one_device_trains_in_few_rows():
     """Its variables are mirrored ones, which metrics cannot change within a branch."""
     plan = planned()
@@ -237,6 +239,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("how", MESSAGES)
 def test_nothing_may_depend_on_the_number_of_rows(how):
     def make():
@@ -285,6 +288,7 @@ def step_of(model, how):
     return tf.function(step) if how == "traced" else step
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("how", ["traced", "eager"])
 def test_a_step_that_knows_its_rows_is_refused_while_they_differ(how):
     plan, model = planned(), catalogue.mlp()

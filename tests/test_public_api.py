@@ -117,6 +117,7 @@ def test_no_modules_import_each_other():
     assert order.is_active()
 
 
+@pytest.mark.slow_on(2)
 def test_importing_the_library_imports_no_extra():
     code = (
         "import sys, tensorflow; tensorflow.keras.Model; of_keras = set(sys.modules);"

@@ -64,6 +64,7 @@ def test_a_resumed_run_goes_on_from_the_checkpoint_exactly(tmp_path, name, saved
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow_on(3)
 def test_a_run_that_lost_steps_goes_on_with_the_checkpoint_and_all_releases(tmp_path):
     def callbacks(log):
         backup = tf.keras.callbacks.BackupAndRestore(

@@ -89,6 +89,7 @@ ARTEFACTS = {
 }
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("arguments", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_nothing_shows_the_key_of_the_noise(arguments, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from tf_adaptive_dp.accounting.accountants import composed_epsilon, composed_pld
 from tf_adaptive_dp.accounting.composition import epsilon
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "counts",
@@ -63,6 +64,7 @@ COMPOSED = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_events_and_releases_cost_to_the_last_digit_what_the_accountant_says(name):
@@ -85,6 +87,7 @@ def test_events_within_events_count_as_often_as_all_of_them_say():
     ]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", ["Gaussian", "a list", "Laplace"])
 def test_events_cost_no_second_composition(name, monkeypatch):
     counts, events = {(1.3, 0.05): 50}, COMPOSED[name]

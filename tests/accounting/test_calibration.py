@@ -108,6 +108,7 @@ def test_a_resemblance_saves_evaluations_and_costs_no_accuracy(resembling, most_
     assert most_calls is None or len(evaluated) <= most_calls
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("budget", [(1.0, DELTA, 0.02, 200), (3.0, 1e-6, 1.0, 50)])
 def test_pld_is_computed_three_times_at_most(budget, monkeypatch):
     evaluated = []

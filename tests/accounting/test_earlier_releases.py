@@ -64,6 +64,7 @@ def compiled(model, **kwargs):
     return model
 
 
+@pytest.mark.slow_on(2)
 def test_epsilon_begins_anew_with_a_new_optimizer_and_a_warning_says_how_to_carry_it():
     def pass_over_the_data():
         x, y = (np.resize(a, [200, *a.shape[1:]]) for a in catalogue.data())

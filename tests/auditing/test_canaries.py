@@ -210,6 +210,7 @@ def test_the_audit_leaves_the_training_as_it_is():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("score", ["loss", "gradient"])
 def test_the_loss_of_the_model_may_be_reduced(score):

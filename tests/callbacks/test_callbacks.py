@@ -58,6 +58,7 @@ class TurnsBack(tf.keras.callbacks.Callback):
                 variable.assign(value)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", ["monitor", "budget"])
 def test_a_ledger_that_goes_back_during_training_is_refused_or_restored(tmp_path, kind):
     def callback():
@@ -367,6 +368,7 @@ def test_the_monitor_counts_side_information_that_was_released_privately():
     assert monitor.epsilon() == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-6)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("compile_with, step", [({"steps_per_execution": 2}, 2), ({}, 1)])
 @pytest.mark.parametrize("name", ["DPSGD", "ADADP"])
@@ -389,6 +391,7 @@ def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_wit
 
 
 # With a smaller last batch, the optimizer finds its size in `fit`.
+@pytest.mark.in_turns
 @pytest.mark.parametrize("rows", [32, 36])
 def test_a_batch_size_that_is_not_that_of_fit_is_refused(rows):
     budget = dp.PrivacyBudget(99.0, DELTA, N, batch_size=8, full_passes=False)
@@ -494,6 +497,7 @@ def test_the_budget_forgets_a_price_when_its_numbers_change(changed):
     assert budget.releases_left() == new.releases_left() < before
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
 def test_statistics_that_are_released_after_training_began_are_not_left_out(kind, hook):
@@ -546,6 +550,7 @@ def test_the_monitor_warns_of_a_large_delta(recwarn):
     assert [w.filename for w in found] == [__file__]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 @pytest.mark.parametrize("expected_batch_size, released", [(8.0, 0), (None, 4)])
 def test_a_number_of_examples_that_fit_does_not_feed_is_refused(
@@ -621,6 +626,7 @@ def test_a_sampling_that_drew_nothing_is_not_taken_for_one_whose_batches_look_al
     assert ["if so" in " ".join(s.split()) for s in states] == [False, True]
 
 
+@pytest.mark.slow_on(3)
 def test_metrics_that_count_the_padding_of_poisson_batches_are_named():
     sampling = dp.PoissonSampling(8 / 32, steps=12, max_batch_size=30)
 
@@ -643,6 +649,7 @@ def test_metrics_that_count_the_padding_of_poisson_batches_are_named():
     assert list(fit(weighted_metrics=["accuracy"])) == [[], []]
 
 
+@pytest.mark.slow_on(2)
 def test_a_plan_which_leaves_padding_out_does_not_warn_of_it():
     model, numbers = catalogue.mlp(), {"delta": DELTA, "num_examples": 32, "batch_size": 8}
     for epochs in (1, 2):

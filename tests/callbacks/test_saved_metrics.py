@@ -42,6 +42,7 @@ def trained(make_callbacks, folder=None):
     return model
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "callback",
     [

@@ -231,6 +231,7 @@ def test_absent_rows_are_left_out_in_every_mode(kwargs):
     assert_same(norms_of(model, batch, **kwargs), expected(model, batch, losses))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("weight", [0.0, 2.0])
 @pytest.mark.parametrize("loss", [SQUARES, MEAN_SQUARE])
 def test_a_batch_of_one_may_be_absent(loss, weight):

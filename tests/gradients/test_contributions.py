@@ -326,6 +326,7 @@ class InChunks:
         return contributions.in_chunks([self._outer], scale, shift)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("form", FORMS)

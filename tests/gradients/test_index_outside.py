@@ -59,6 +59,7 @@ def test_an_example_moves_the_sum_by_the_clip_at_most(gather, gradients):
     np.testing.assert_allclose(with_it, [-5, 0], atol=1e-5)  # it has no gradient of its own
 
 
+@pytest.mark.slow_on(2)
 def test_who_is_left_out_is_counted_with_those_whose_gradient_is_not_finite():
     optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=1)
     released(GATHERS["batch_dims"], 1, optimizer=optimizer)
@@ -66,6 +67,7 @@ def test_who_is_left_out_is_counted_with_those_whose_gradient_is_not_finite():
     assert (summary.num_examples, summary.num_non_finite) == (B - 1, 1)
 
 
+@pytest.mark.slow_on(3)
 def test_indices_within_their_rows_change_nothing():
     ids = np.random.default_rng(0).integers(T, size=[B, 5]).astype(np.int32)
     x = np.random.default_rng(1).normal(size=ROWS.shape)
@@ -97,6 +99,7 @@ def test_a_gradient_that_is_not_finite_counts_as_one_without_noise():
     assert fine.ledger.segments[-1].noise_multiplier == 1
 
 
+@pytest.mark.slow_on(2)
 def test_a_vectorized_map_needs_them_too():
     def gather(h, ids, clip=lambda i: i):
         return tf.vectorized_map(lambda e: tf.gather(e[0], clip(e[1])), (h, ids))

@@ -8,6 +8,7 @@ from tf_adaptive_dp.gradients.recomputed import deltas_within, recomputed_calls
 from tf_adaptive_dp.gradients.variable_uses import AxisTransform, VariableUse, consumers_of
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("arrives", [True, False])
 def test_deltas_are_known_within_a_function_only_where_one_arrives(arrives):
     variable, found = tf.Variable(tf.ones([3, 3])), []

@@ -70,12 +70,14 @@ def test_two_inputs_of_different_lengths_are_not_taken_for_one_batch():
     assert moved == pytest.approx(1)
 
 
+@pytest.mark.slow_on(3)
 def test_xla_counts_a_repeated_example_as_released_without_noise():
     whole, few = [np.zeros([N, 3], np.float32)], [ONE]
     _, optimizer = train(FIXED_ROWS["a sum"], [whole, few], jit_compile=True, noise_multiplier=2.0)
     assert [s.noise_multiplier for s in optimizer.ledger.segments] == [2, 0]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_keras_reports_the_last_batch_of_one_example(jit_compile):

@@ -133,6 +133,7 @@ def check(function, mode, method, sizes=(N,)):
         np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(12)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAST)
@@ -147,6 +148,7 @@ def test_rows_that_meet_several_examples_do_not_count_as_one_examples(name, mode
     check(SHARED[name], mode, "auto")
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", RETURNED)

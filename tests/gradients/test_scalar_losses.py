@@ -202,6 +202,7 @@ GATHERED = pytest.mark.skipif(
 )
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("batch_size", [N, N - 1])  # with the latter, the size is not static
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size"])

@@ -43,6 +43,7 @@ def models(names=tuple(zoo.ZOO)):
     return pytest.mark.parametrize("name", names)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @models()
 def test_batches_of_any_size(name):
@@ -83,6 +84,7 @@ def test_batches_of_known_size(name):
 IN_XLA_QUICKLY = ["MLP", "CNN", "transformer", "embedding with repeated ids", "tied weights"]
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @models(IN_XLA_QUICKLY)
 def test_batches_of_known_size_in_xla_quickly(name):

@@ -56,6 +56,7 @@ def said_by_fit(model):
     return [str(w.message) for w in caught if "writes data of its batches" in str(w.message)]
 
 
+@pytest.mark.slow_on(3)
 def test_statistics_of_batches_in_weights_that_the_loss_does_not_read_are_named():
     model = tf.keras.Sequential([tf.keras.Input([3]), Keeps(name="keeps")])
     model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1), "mse")
@@ -205,6 +206,7 @@ def test_weights_trained_without_noise_are_named_in_a_loop_of_ones_own():
     assert all(name.rpartition("/")[2] in said for name in names_of(model.heads[1]))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", [dp.DPSGD, dp.DPAdam])
 def test_nothing_is_said_of_weights_that_are_trained_on_releases_or_public_data(kind):
     model = TwoHeads(data=False)

@@ -54,6 +54,7 @@ def test_a_batch_of_200_is_none_of_one_example():
     assert mechanism.batch_size() == 250.0
 
 
+@pytest.mark.slow_on(2)
 def test_under_xla_batches_larger_than_the_first_count_with_their_size():
     """XLA drops the assertion that batches do not vary in size: ε was .57 where it is .97."""
     mechanism = zoo.make_mechanism(l2_norm_clip=1.0, expected_batch_size=None)
@@ -242,6 +243,7 @@ def saved_size(expected, weights=None, rows=(5, 9, 7), eager=False):
     return saved, optimizer.rows_per_batch
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.filterwarnings("ignore:Under eager execution")
 def test_a_random_size_which_is_private_is_not_saved_with_the_optimizer():
     assert saved_size(expected=7) == (0, 5)

@@ -98,6 +98,7 @@ class Scales(tf.keras.layers.Layer):
         return shape
 
 
+@pytest.mark.slow_on(2)
 def test_an_example_that_cancels_between_two_uses_of_a_layer_takes_nothing_from_the_others():
     """A layer for vectors and for sequences reads its weights in two shapes, so in two sums."""
     vectors, sequences = tf.keras.Input([6]), tf.keras.Input([1, 6])
@@ -137,6 +138,7 @@ def test_the_bounds_are_reached(clip, clipping):
     assert difference(one, other) == pytest.approx(2 * clip, rel=1e-5)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_the_release_is_the_mean_of_clipped_preconditioned_gradients(mode):
     rows = random_rows(5)
@@ -155,6 +157,7 @@ def norm_of_rows(rows):
     return np.sqrt(sum((r.reshape(len(r), -1) ** 2).sum(axis=1) for r in rows))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e25])
 def test_a_gradient_that_is_not_finite_contributes_exactly_zero(bad):
     scale, shift = random_precondition(0)
@@ -179,6 +182,7 @@ def test_two_that_are_not_finite_void_epsilon_where_one_may_spoil_the_other(num_
     assert mechanism.ledger.segments == [(counted, DIVISOR, 1)]
 
 
+@pytest.mark.in_turns
 @both_modes
 def test_sample_weight_zero_contributes_exactly_zero_despite_a_shift(mode):
     problem = zoo.problem("sample weights")  # examples 1 and 4 have weight zero
@@ -208,6 +212,7 @@ def test_a_batch_of_padding_alone_still_gets_noise_and_a_ledger_entry():
     assert mechanism.ledger.segments == [(1.0, 4.0, 1)]
 
 
+@pytest.mark.in_turns
 @both_modes
 def test_a_batch_without_examples_still_gets_noise_and_a_ledger_entry(mode):
     problem = zoo.problem("MLP")
@@ -237,6 +242,7 @@ def test_the_divisor_is_the_expected_batch_size_whatever_the_batch(mode):
     assert mechanism.ledger.segments == [(0.0, 8.0, 5)]
 
 
+@pytest.mark.in_turns
 @both_modes
 def test_without_expected_batch_size_the_size_that_batches_share_divides(mode):
     mechanism = zoo.make_mechanism()
@@ -250,6 +256,7 @@ def test_without_expected_batch_size_the_size_that_batches_share_divides(mode):
     assert mechanism.ledger.segments == [(0.0, 4.0, 2)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("second", [3, 5])
 @both_modes
 def test_batches_that_vary_without_expected_batch_size_are_an_error(mode, second):
@@ -271,6 +278,7 @@ def test_batches_that_vary_without_expected_batch_size_are_an_error(mode, second
     assert mechanism.ledger.segments == [(1.0, 4.0, 3)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batches_that_vary_leave_the_weights_of_an_optimizer_alone(compiled):
     w = tf.Variable([1.0])
@@ -291,6 +299,7 @@ def test_batches_that_vary_leave_the_weights_of_an_optimizer_alone(compiled):
     assert optimizer.ledger.segments == [(1.0, 4.0, 1)]
 
 
+@pytest.mark.slow_on(3)
 def test_under_xla_the_size_of_the_first_batch_stays_the_divisor():
     mechanism = zoo.make_mechanism()
     step = tf.function(

@@ -160,6 +160,7 @@ def test_sizes_are_found_whatever_the_units(sigma, width, median):
     assert spread == pytest.approx(1.5 * median, rel=tolerance)
 
 
+@pytest.mark.slow_on(2)
 def test_noise_is_hardly_ever_taken_for_gradients():
     # A scale that is far off leaves a variable where it is. One in 1,000 was when 4.5 standard
     # deviations were enough everywhere.

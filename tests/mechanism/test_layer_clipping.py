@@ -61,6 +61,7 @@ def test_an_example_with_one_layer_that_is_not_finite_counts_as_zero_in_all():
         np.testing.assert_allclose(released, expected, rtol=1e-5)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_a_share_that_is_zero_in_float32_leaves_nothing_of_its_layer_and_the_rest_as_it_is(mode):
     """An example without a gradient for that layer would otherwise make the sum NaN."""

@@ -213,6 +213,7 @@ def test_batches_that_measure_move_no_weights(name):
     assert optimizer.l2_norm_clip != 1.0
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", ["ADADP", "UntunedSGD"])
 def test_nor_does_a_penalty_move_them_and_fit_says_so(name):
     tf.keras.utils.set_random_seed(1)

@@ -92,6 +92,7 @@ def test_the_noise_of_an_optimizer_has_the_size_asked_for(through):
     assert_gaussian(8 * np.concatenate([r.ravel() for r in released]), 0.5 * 1.3)
 
 
+@pytest.mark.slow_on(3)
 def test_the_entries_of_one_release_are_independent():
     # The sum over n independent entries has a variance of n; entries that share noise give more.
     mechanism = zoo.make_mechanism(noise_multiplier=1.0, seed=1)
@@ -108,6 +109,7 @@ def test_variables_of_one_release_are_independent():
     assert_independent(a, c)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
@@ -394,6 +396,7 @@ def drawn_in(mode):
         tf.config.run_functions_eagerly(False)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("mode", ["graph", "graph of fixed size", "xla", "op by op, eager"])
 def test_a_seed_gives_the_same_noise_in_every_mode(mode):
     for actual, expected in zip(drawn_in(mode), drawn_in("eager")):
@@ -498,6 +501,7 @@ def test_a_step_that_fails_uses_no_noise_up(mode):
     np.testing.assert_allclose(2 * second, numbers(9, seed=2, release=2), rtol=1e-5)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_checkpoint_that_is_restored_into_the_same_object_repeats_no_noise(mode, tmp_path):
     # The difference of two releases with the same noise is that of the data.

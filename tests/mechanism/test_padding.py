@@ -73,6 +73,7 @@ def runner(loss, jit=False, through=lambda w: w, signature=None, **kwargs):
     return optimizer, kernel, run
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", CONTRIBUTE)
 def test_padding_that_contributes_is_refused_before_the_release(name):
@@ -83,6 +84,7 @@ def test_padding_that_contributes_is_refused_before_the_release(name):
     np.testing.assert_array_equal(kernel, np.float32([[0.5], [-0.3]]))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CONTRIBUTE)
 def test_where_assertions_are_dropped_it_counts_twice(name):
@@ -260,6 +262,7 @@ class Forgetful(tf.keras.Model):
         return tf.reduce_mean(tf.reduce_sum((y_pred - tf.cast(y, y_pred.dtype)) ** 2, axis=-1))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("compile_with", [{}, {"jit_compile": True}])
 def test_a_compute_loss_that_drops_the_weights_is_refused_in_fit(compile_with):
     inputs = tf.keras.Input([2])

@@ -21,6 +21,7 @@ def mechanism_of(**kwargs):
     return zoo.make_mechanism(secure_noise=True, **{"noise_multiplier": 1.5, **kwargs})
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(5)
 @pytest.mark.parametrize("mode", ["eager", "graph", "graph of fixed size"])
 @pytest.mark.parametrize("clip", [1e-3, 1.0, 300.0])

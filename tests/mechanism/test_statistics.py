@@ -13,6 +13,7 @@ def summary(norms, clip=1.0):
     return statistics.summary()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_quantiles_and_the_clipped_share_over_many_batches(mode, scale):

@@ -182,6 +182,7 @@ def test_the_noise_of_each_release_has_the_right_scale(monkeypatch):
     assert_gaussian(many.ravel(), 3.0 * SEVEN)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "shape, axis", [([60, 6], -1), ([60, 5, 4], -1), ([60, 3, 5], 1), ([60, 7], None)]
 )

@@ -74,6 +74,7 @@ def test_the_rate_is_that_of_independent_noise_with_as_much_of_it_in_sums(strate
     assert not any(rate * other == pytest.approx(of_sums, rel=0.15) for other in (2 / 3, 3 / 2))
 
 
+@pytest.mark.in_turns
 @each
 def test_a_difference_that_noise_does_not_explain_still_counts(strategy):
     """Gradients of norm C = 1 that turn around at each minibatch differ by 2."""

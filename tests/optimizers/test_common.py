@@ -60,6 +60,7 @@ def test_modes_of_keras_train_alike(name, mode):
     assert_same_state(trained(name, compile_with=mode), trained(name))
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @each_kind
 def test_jit_compile_trains_alike(name):
@@ -218,6 +219,7 @@ def test_frozen_variables_stay(name):
     assert moved == [False, False, True, True]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @each_kind
 def test_subclassed_models_with_several_outputs_train(name):
@@ -247,6 +249,7 @@ def test_subclassed_models_with_several_outputs_train(name):
     assert optimizer.ledger.num_releases == 4
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @each_kind
 def test_sample_weight_zero_means_absent(name):
@@ -267,6 +270,7 @@ def test_sample_weight_zero_means_absent(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @every_optimizer
 def test_each_release_has_noise_of_its_own_of_the_size_asked_for(name):

@@ -21,6 +21,7 @@ def copy_of(optimizer):
     return type(optimizer).from_config(optimizer.get_config())
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("monitored", [False, True])
 def test_an_optimizer_that_the_step_does_not_use_counts_nothing_and_is_refused(monitored):
     model = trained()
@@ -53,6 +54,7 @@ def test_an_optimizer_that_takes_the_place_of_one_without_noise_is_refused():
     assert model.optimizer.ledger.num_releases == 4
 
 
+@pytest.mark.slow_on(2)
 def test_batches_that_a_later_fit_leaves_out_are_told_when_it_ends():
     model = trained()
     batches = tf.data.Dataset.from_tensor_slices(catalogue.data()).batch(8, drop_remainder=True)
@@ -76,6 +78,7 @@ def test_what_another_model_released_on_shared_weights_is_told_when_a_later_fit_
         first.fit(*catalogue.data(), **fit)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("by", ["checkpoint", "set_weights"])
 def test_a_ledger_that_was_set_back_is_told_when_a_later_fit_ends(by, tmp_path):
     """A file that is saved then would not show what it lacks."""
@@ -102,6 +105,7 @@ def dataset(change=lambda data: data):
     return change(tf.data.Dataset.from_tensor_slices(arrays)).batch(8, drop_remainder=True)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "data, settings, number",
@@ -142,6 +146,7 @@ def test_releases_that_are_taken_over_are_of_no_more_examples_than_they_were():
         dp.epsilon_spent(new, 64, DELTA)
 
 
+@pytest.mark.slow_on(3)
 def test_of_how_many_examples_releases_are_is_known_if_fit_is_interrupted():
     model = catalogue.compiled(expected_batch_size=8.0)
     interrupt = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
@@ -294,6 +299,7 @@ def test_whole_draws_may_be_shuffled():
     assert model.optimizer.ledger.num_releases == 2
 
 
+@pytest.mark.slow_on(2)
 def test_a_part_of_one_pass_may_be_accumulated():
     model = catalogue.compiled(gradient_accumulation_steps=3, expected_batch_size=24.0)
     model.fit(*catalogue.data(40), batch_size=8, steps_per_epoch=3, verbose=0)

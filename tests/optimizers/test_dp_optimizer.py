@@ -109,6 +109,7 @@ def test_a_smaller_last_batch_that_nobody_foresaw_fails_because_of_the_microbatc
         model.fit(batches, verbose=0)
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("num_microbatches, sigma", [(4, 0.25), (8, 0.5)])
 def test_microbatches_count_with_twice_the_sensitivity(num_microbatches, sigma):
@@ -317,6 +318,7 @@ def test_mixed_bfloat16_trains_with_float32_gradients():
         np.testing.assert_allclose(a, b, atol=0.02)
 
 
+@pytest.mark.slow_on(2)
 def test_after_unfreezing_the_same_ledger_goes_on():
     model = catalogue.mlp()
     model.layers[0].trainable = False
@@ -418,6 +420,7 @@ def one_step():
     return optimizer
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "details, stays",
     [({"compute_capability": (8, 0)}, False), ({}, False), ({"compute_capability": (7, 5)}, True)],
@@ -446,6 +449,7 @@ def test_rewriting_float32_in_16_bits_is_refused(monkeypatch):
     assert one_step().ledger.num_releases == 1
 
 
+@pytest.mark.slow_on(3)
 def test_traces_for_batches_of_several_sizes_are_refused():
     # In each the size is a constant, so a loss that depends on it cannot be told from others.
     def step_of(optimizer, w, **kwargs):

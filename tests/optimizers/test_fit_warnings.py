@@ -30,6 +30,7 @@ def more(request):
     return [dp.PrivacyMonitor(N, DELTA, full_passes=False)] if monitored else []
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "callback, name",
@@ -44,6 +45,7 @@ def test_callbacks_that_decide_by_training_metrics_are_told_once(callback, name,
     assert text.startswith("Callbacks act on metrics of the training data") and name in text
 
 
+@pytest.mark.in_turns
 def test_adapted_layers_are_told_once(more):
     layer = keras.layers.Normalization(name="units")
     x, _ = catalogue.data()
@@ -55,6 +57,7 @@ def test_adapted_layers_are_told_once(more):
     assert where == catalogue.__file__
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("backup", [CALLBACKS.BackupAndRestore, epoch_backup])
 def test_a_backup_that_forgets_releases_is_told_unless_there_is_a_log(backup, more, tmp_path):
@@ -66,6 +69,7 @@ def test_a_backup_that_forgets_releases_is_told_unless_there_is_a_log(backup, mo
     log.close()
 
 
+@pytest.mark.slow_on(3)
 def test_a_step_that_validate_traces_meanwhile_takes_no_word_away():
     class Validates(CALLBACKS.Callback):
         def on_train_begin(self, logs=None):
@@ -75,6 +79,7 @@ def test_a_step_that_validate_traces_meanwhile_takes_no_word_away():
     assert text.startswith("Callbacks act on metrics of the training data")
 
 
+@pytest.mark.slow_on(2)
 def test_it_is_told_again_only_when_a_step_is_built_anew():
     model = catalogue.compiled()
     callback = [CALLBACKS.EarlyStopping("loss")]
@@ -83,6 +88,7 @@ def test_it_is_told_again_only_when_a_step_is_built_anew():
     assert len(said(callback, model=model)) == 1
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 def test_on_replicas_it_is_told_once_too(more):
     with catalogue.mirrored().scope():
@@ -91,6 +97,7 @@ def test_on_replicas_it_is_told_once_too(more):
     assert text.startswith("Callbacks act on metrics of the training data")
 
 
+@pytest.mark.slow_on(2)
 def test_of_what_needs_no_word_there_is_none(tmp_path):
     allowed = [
         CALLBACKS.EarlyStopping("val_loss"),

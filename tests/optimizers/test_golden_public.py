@@ -193,6 +193,7 @@ def test_statistics_are_refreshed_before_the_execution_in_which_they_are_due(eve
     assert_same(points[:3], expected[[1, 3, 5]])
 
 
+@pytest.mark.slow_on(3)
 def test_dp_r_pub_divides_noisy_gradients():
     information = public_gradients("rmsprop", beta=BETA, epsilon=EPSILON)
     optimizer = dp.optimizers.baselines.DPRPub(information, **arguments(), learning_rate=ALPHA)

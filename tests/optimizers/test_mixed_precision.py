@@ -84,6 +84,7 @@ def test_gradients_that_vanish_in_float16_survive_with_loss_scaling(method):
         assert np.abs(total - 1e-4 * s.sum()).max() > 0.15 * 1e-4 * s.sum()
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["DPSGD", "AdaDPS adam"])
 @pytest.mark.parametrize("gradients", ["traced", "materialized"])
@@ -193,6 +194,7 @@ def test_a_loss_scale_that_cannot_be_undone_is_refused(value, error, message):
         dp.DPSGD(1.0, 1.0, loss_scale=value)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("scale", [1.0, 2.0**24])
 @pytest.mark.parametrize("clip", [1e-9, 1.0])
 def test_gradients_are_clipped_with_the_smallest_and_the_largest_scale(scale, clip):

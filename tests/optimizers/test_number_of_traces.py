@@ -26,6 +26,7 @@ def compiled(optimizer, **kwargs):
     return model
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def test_metrics_given_by_name_do_not_cause_a_second_trace(metrics, jit_compile)
         assert np.isfinite(history[name]).all()
 
 
+@pytest.mark.slow_on(3)
 def test_nor_do_those_of_a_plan():
     plan = dp.PrivacyPlan(
         noise_multiplier=1.0, delta=1e-3, num_examples=32, batch_size=8, epochs=2, accountant="rdp"
@@ -61,6 +63,7 @@ class CountingOutputs(tf.keras.Model):
         return super().train_step(data)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("by_name", [False, True])
 def test_nor_do_the_means_of_the_losses_of_several_outputs(by_name):
     inputs = tf.keras.Input(X.shape[1:])
@@ -76,6 +79,7 @@ def test_nor_do_the_means_of_the_losses_of_several_outputs(by_name):
     np.testing.assert_allclose(history["loss"], np.add(history["a_loss"], history["b_loss"]), 1e-5)
 
 
+@pytest.mark.slow_on(2)
 def test_nor_do_the_weights_of_a_model_that_is_not_built():
     traces = []
 
@@ -92,6 +96,7 @@ def test_nor_do_the_weights_of_a_model_that_is_not_built():
     assert len(traces) == 1 and model.optimizer.ledger.num_releases == plan.steps
 
 
+@pytest.mark.slow_on(3)
 def test_metrics_count_as_they_do_without_privacy():
     values = []
     for optimizer in (dp.DPSGD(1.0, 1.0, learning_rate=0.0), tf.keras.optimizers.SGD(0.0)):

@@ -118,6 +118,7 @@ def test_class_weights_weigh_each_example_before_it_is_clipped(one_hot):
     assert_same(change(range(N), clip, class_weight=class_weight), expected)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_examples_are_clipped_alone(name):
@@ -157,6 +158,7 @@ def two_outputs():
     return tf.keras.Model(inputs, outputs)
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_outputs_have_losses_and_weights_of_their_own(weighted):
@@ -298,6 +300,7 @@ def test_ctc_is_refused():
         after_a_step(model, private(), losses.CTC(), floats(N, 4, 5), labels)
 
 
+@pytest.mark.slow_on(2)
 def test_a_row_of_weight_zero_is_absent_from_terms_without_weights():
     def model():
         return classifier(activity_regularizer="l2")
@@ -311,6 +314,7 @@ def test_a_row_of_weight_zero_is_absent_from_terms_without_weights():
     assert_same(ours, after_a_step(model(), without, "sparse_categorical_crossentropy", *args))
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kwargs", [{"jit_compile": True}, {"steps_per_execution": 2}])
 def test_modes_of_keras_train_alike(kwargs):
@@ -323,6 +327,7 @@ def test_modes_of_keras_train_alike(kwargs):
     assert_same(trained(**kwargs), trained())
 
 
+@pytest.mark.slow_on(2)
 def test_replicas_take_the_step_of_a_single_device():
     def trained(strategy):
         with strategy.scope():

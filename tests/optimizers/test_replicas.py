@@ -33,6 +33,7 @@ def trained(name, strategy, epochs=2, **kwargs):
     return model
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_step_is_that_of_a_single_device(name):
@@ -75,6 +76,7 @@ def test_a_plan_without_targets_says_what_replicas_need():
         plan.fit(model, np.ones([8, 3], "float32"), verbose=0)
 
 
+@pytest.mark.slow_on(2)
 def test_metrics_leave_padding_out_on_replicas():
     # The model predicts class 1, which all examples have and padding, of class 0, has not.
     plan = dp.PrivacyPlan(
@@ -124,6 +126,7 @@ def trained_on_padded(strategy, sizes=of_known_size, kind=tf.keras.Sequential):
     return model
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sizes", [of_known_size, of_unknown_size])
 def test_the_padding_of_one_replica_is_not_that_of_another(sizes):
@@ -133,6 +136,7 @@ def test_the_padding_of_one_replica_is_not_that_of_another(sizes):
     assert on_two.optimizer.ledger.segments == [(0.0, 64.0, 3)]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sizes", [of_known_size, of_unknown_size])
 def test_padding_that_contributes_is_refused_on_replicas(sizes):
@@ -428,6 +432,7 @@ class SumOverReplicas(tf.keras.layers.Layer):
         return x + tf.stop_gradient(summed)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("batch_size", [2, 4])
 def test_replicas_that_exchange_activations_are_refused(batch_size):
     strategy = tf.distribute.MirroredStrategy(
@@ -441,6 +446,7 @@ def test_replicas_that_exchange_activations_are_refused(batch_size):
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_on(3)
 def test_one_example_for_each_replica_is_searched_for_what_mixes_them():
     x, y = np.float32([[1, 2, 3], [4, 5, 6]]), np.zeros([2, 2], "f")
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2, drop_remainder=True)
@@ -535,6 +541,7 @@ def test_an_optimizer_that_replicas_share_is_refused():
     assert optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_on(2)
 def test_a_model_on_replicas_can_be_validated():
     with catalogue.mirrored().scope():
         model = catalogue.mlp()
@@ -550,6 +557,7 @@ def test_a_model_on_replicas_can_be_validated():
         dp.validate(model, batch)
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_16_bits_are_rounded_after_the_sum_over_replicas(dtype):

@@ -34,6 +34,7 @@ def test_the_batch_size_of_fit_becomes_the_expected_one():
         np.testing.assert_array_equal(with_size, without)
 
 
+@pytest.mark.slow_on(2)
 def test_the_parts_of_a_batch_make_the_expected_size_together():
     made = model(gradient_accumulation_steps=2)
     assert fit(made, 28) == 2  # 8 + 8, 8 + 4
@@ -58,6 +59,7 @@ def test_it_is_refused_before_anything_is_released(kwargs, cure):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow_on(3)
 def test_batches_of_one_size_and_batches_that_may_vary_train():
     made = model()
     assert fit(made, 16) == 2
@@ -66,6 +68,7 @@ def test_batches_of_one_size_and_batches_that_may_vary_train():
     assert fit(model(expected_batch_size=8), 20) == 3
 
 
+@pytest.mark.slow_on(2)
 def test_a_later_fit_goes_on_with_batches_of_the_same_size_only():
     made = model()
     assert fit(made, 16) == 2
@@ -91,6 +94,7 @@ def _loaded(made, folder):
     return tf.keras.models.load_model(folder / "model.keras")
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("successor", [_copied, _loaded])
 def test_a_size_that_fit_found_is_none_that_was_declared_to_a_copy(successor, tmp_path):
@@ -111,6 +115,7 @@ def test_a_size_that_fit_found_is_none_that_was_declared_to_a_copy(successor, tm
     assert successor(given, tmp_path).optimizer.expected_batch_size == 8.0
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loaded_model_goes_on_whichever_batch_came_first(shuffle, tmp_path):
     made = model()
@@ -157,6 +162,7 @@ def generated(num_examples=20):
     return tf.data.Dataset.from_generator(each, output_signature=examples().element_spec)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("data", [lambda: examples().filter(lambda x, y: True), generated])
 def test_full_batches_of_a_data_set_of_unknown_size_have_the_expected_size(data):
     made = model()
@@ -179,6 +185,7 @@ class Batches(tf.keras.utils.Sequence):  # `PyDataset`, of which this is a name 
         return tuple(part[index * self.size : (index + 1) * self.size] for part in self.data)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("shuffle", [False, True])  # then the smaller batch may be the first
 def test_batches_of_a_py_dataset_have_the_size_that_it_says(shuffle):
     made = model()
@@ -285,6 +292,7 @@ def test_batches_that_a_map_makes_larger_are_refused():
     assert made.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_on(2)
 def test_batches_that_a_map_makes_larger_count_with_their_size_under_xla():
     made = model()
     made.compile(made.optimizer, loss=made.loss, jit_compile=True)

@@ -201,6 +201,7 @@ def test_parts_of_a_batch_move_nothing_until_it_is_complete(noise):
     assert made.ledger.segments == [(0.0, 4.0, 3)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @each
 def test_as_often_as_a_batch_is_complete_there_is_one_release_with_its_noise(noise, parts):

@@ -27,6 +27,7 @@ def warned(x=UNIT, y=LABELS, model=None, epochs=1, **kwargs):
     return " ".join(str(w.message) for w in mine)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "data, what",
     [
@@ -52,6 +53,7 @@ def of_dataset(*parts, change=lambda dataset: dataset):
     return " ".join(str(w.message) for w in caught)
 
 
+@pytest.mark.slow_on(3)
 def test_data_sets_of_arrays_are_looked_at_like_arrays():
     weights = np.full([40], 0.01, "float32")
     text = of_dataset(UNIT, LABELS, weights, change=lambda d: d.cache().prefetch(2))

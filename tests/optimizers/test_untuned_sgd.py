@@ -56,6 +56,7 @@ def test_a_larger_unit_of_the_loss_costs_little(factor, lost):
     )
 
 
+@pytest.mark.slow_on(2)
 def test_nothing_moves_before_the_sizes_are_known_and_every_draw_is_counted():
     # (50·0.12/60)²·3/2 = 0.015, so 5 batches.
     model = trained(X, epochs=1, sigma=0.12)

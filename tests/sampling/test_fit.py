@@ -364,6 +364,7 @@ def test_a_map_of_batches_may_change_each_row_alone():
     assert_trains_on_each(changed, expected_batch_size=4)
 
 
+@pytest.mark.slow_on(3)
 def test_padding_changes_no_gradient():
     x, y = catalogue.data()
     results = []

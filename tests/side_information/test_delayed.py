@@ -221,6 +221,7 @@ def test_untuned_sgd_measures_under_new_scales_and_multiplies_its_steps_by_them(
     assert float(optimizer.side_information_state[0][0]) == 50
 
 
+@pytest.mark.slow_on(2)
 def test_it_goes_on_from_where_it_was(tmp_path):
     def model_of(optimizer):
         tf.keras.utils.set_random_seed(1)

@@ -48,6 +48,7 @@ def test_the_least_noise_within_the_budget(strategy, epsilon):
     assert sigma == float(f"{sigma:.6g}")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("tolerance", [0.3, 1e-5])
 def test_tolerance_bounds_the_surplus(tolerance):
     strategy = STRATEGIES[2]

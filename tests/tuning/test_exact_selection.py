@@ -130,6 +130,7 @@ def test_divergences_of_the_mechanisms_are_at_most_those_that_are_claimed():
                 assert divergence(q, p, order) <= claim + 1e-12
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,6 +162,7 @@ def test_little_less_than_the_claim_does_not_hold(search, part):
     assert worst(search) > part * strategy.epsilon(PURE_TRIAL, delta, accounting=EXACT)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("search", SEARCHES)
 def test_epsilon_of_a_single_trial_does_not_hold_for_the_search(search):
     assert worst(search) > 1.05 * PURE

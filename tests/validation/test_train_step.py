@@ -73,6 +73,7 @@ def test_state_that_a_step_writes_after_minimize_is_found(name):
     assert not seen.ok and len(found) == 1 and "writes data of the batch" in found[0].what, seen
 
 
+@pytest.mark.slow_on(2)
 def test_a_step_that_is_right_is_accepted_and_nothing_is_changed():
     model = Own(after=lambda model, logits, loss: model.mean.update_state(loss))
     optimizer = dp.DPAdam(1.0, 1.0)
@@ -164,6 +165,7 @@ UNSAVED = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", UNSAVED)
 def test_an_optimizer_that_keras_cannot_save_is_searched_and_stays_as_it_is(name):
     optimizer = UNSAVED[name]()

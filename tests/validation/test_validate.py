@@ -320,6 +320,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_is_wrong_with_a_batch_is_found(name):
     batch, what, ok = BATCHES[name]

@@ -101,6 +101,7 @@ def test_layers_of_integers(name, mode):
     check(network(hidden, x, before=False), mode)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(apart.MERGES))
 def test_layers_of_two_inputs(name, mode):

@@ -92,6 +92,7 @@ def test_the_message_has_the_layer_and_the_one_fix_that_fits(name):
     assert message.endswith(found)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
 def test_hinge_losses_of_keras_have_a_loss_to_take_their_place(loss):
     model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(1)])

@@ -148,12 +148,14 @@ def source(function, x_shape=(None, 4), batch=row_ties.WEIGHTS):
     return found[0]
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(18)
 @pytest.mark.parametrize("name", COUNTING)
 def test_what_depends_on_the_size_of_the_batch_counts(name):
     assert source(COUNTING[name]).loss.counts_batch
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(12)
 @pytest.mark.parametrize("name", NOT_COUNTING)
 def test_what_says_how_long_axes_are_does_not_count(name):
@@ -171,6 +173,7 @@ def test_nothing_counts_in_batches_of_one_size(name):
     assert not source(COUNTING[name], (8, 4)).loss.counts_batch
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", ["where", "cond", "one_hot", "predicate in a function"])
 def test_one_example_more_moves_the_sum_by_more_than_the_bound_and_is_refused(name):
     def clipped_sum(x):

@@ -181,10 +181,12 @@ MIXING = {
 }
 
 
+@pytest.mark.slow_on(3)
 def test_the_gradient_of_an_operand_of_lower_rank_is_exact():
     assert_exact(penalized(*MODELS["dense, softplus"], gradient=of_broadcast))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("mode", ["graph", "graph of fixed size"])
 @pytest.mark.parametrize("name", MIXING)
 def test_gradients_that_mix_examples_are_refused(name, mode):

@@ -220,6 +220,7 @@ def test_a_recurrent_layer_that_keeps_its_state_is_refused():
         step(*problem.batch)
 
 
+@pytest.mark.slow_on(2)
 def test_what_released_gradients_wrote_is_no_hidden_state():
     """Two steps in one graph: the second reads what the first released."""
     w = tf.Variable(tf.zeros([3]))
@@ -285,6 +286,7 @@ def of_signs(x):
     return tf.identity(x), lambda dy: tf.sign(dy) * tf.maximum(-0.5, tf.tanh(dy))
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("function", [bounded, of_signs, tf.nn.silu, tf.nn.gelu, tf.stop_gradient])
 def test_custom_gradients_that_do_not_are_accepted_and_right(function):
@@ -337,6 +339,7 @@ def with_kernel(function):
     return zoo.Problem([w], losses, (floats(5, 4),))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", OF_VARIABLES)
 def test_custom_gradients_of_variables_that_sum_over_examples_are_right(name):
     problem = with_kernel(multiplied(OF_VARIABLES[name]))
@@ -417,6 +420,7 @@ def optimizer_of_one_weight():
     return optimizer, minimize
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("passed", [False, True], ids=["read", "passed"])
 def test_values_of_fields_in_a_data_set_are_no_examples(kind, passed):
@@ -447,6 +451,7 @@ def test_other_fields_hold_the_examples():
     np.testing.assert_allclose(norms, (2 * (labels - 1) * labels) ** 2, rtol=1e-5)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "captured"])
 def test_values_that_an_inner_function_receives_are_no_examples(kind, passed):
@@ -530,12 +535,14 @@ def counting_step(scaled, batch_size, **arguments):
     step(tf.constant(floats(4, 3)))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_loss_that_counts_a_batch_of_random_size_is_refused(name):
     with pytest.raises(dp.NotPrivateError, match="depends on the number of examples"):
         counting_step(COUNTING[name], None, expected_batch_size=4)
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_loss_may_count_batches_of_one_size(name):
@@ -543,6 +550,7 @@ def test_a_loss_may_count_batches_of_one_size(name):
     counting_step(COUNTING[name], 4, expected_batch_size=4)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", NOT_COUNTING)
 def test_a_loss_that_does_not_count_is_accepted(name):

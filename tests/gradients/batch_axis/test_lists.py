@@ -179,6 +179,7 @@ MIXING = {
 }
 
 
+@pytest.mark.in_turns
 @REFUSED
 @pytest.mark.parametrize("name", MIXING)
 def test_lists_that_mix_examples_are_refused(name, mode):
@@ -412,6 +413,7 @@ ACROSS = {
 }
 
 
+@pytest.mark.in_turns
 @REFUSED
 @pytest.mark.parametrize("name", ACROSS)
 def test_loops_over_the_examples_that_mix_them_are_refused(name, mode):

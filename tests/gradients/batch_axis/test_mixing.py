@@ -8,6 +8,7 @@ from tests.helpers.linear_problem import BATCH, MODES, linear, mixes, search
 from tf_adaptive_dp.errors import NotPrivateError
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(27)
 @pytest.mark.parametrize("name", mixing.MIXING)
 def test_what_mixes_examples_is_refused(name):
@@ -101,6 +102,7 @@ SIZES_OF_OUTPUTS = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", SIZES_OF_OUTPUTS)
 @pytest.mark.parametrize("rows", [None, 2])
 def test_sizes_that_are_computed_from_two_examples_are_refused(name, rows):

@@ -157,6 +157,7 @@ def test_arguments_without_data_that_tell_neither_are_accepted(problem, name):
     trace(problem, NOT_TOLD[name])
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_are_not_the_examples_are_refused(problem, name):
     """The step had been traced before, and is not traced again."""
@@ -183,6 +184,7 @@ def test_sizes_that_are_known_outside_are_used(problem):
         trace(problem, lambda f, x, y, w: f(tf.reshape(tf.transpose(x), [4, 3]), y), spec)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", ["normalised", "a mean as number", "mixup"])
 def test_such_arguments_move_the_sum_beyond_its_bound(problem, name, monkeypatch):
     """Without the search a replaced row moves the clipped sum by more than 2."""
@@ -232,6 +234,7 @@ def test_loops_over_data_are_followed(problem, over):
                 step.get_concrete_function(*arguments)
 
 
+@pytest.mark.slow_on(2)
 def test_what_an_inner_function_captures_is_followed():
     w = tf.Variable(tf.ones([3]))
     optimizer = dp.DPSGD(1.0, 0.0)
@@ -267,6 +270,7 @@ class Adds(tf.keras.layers.Layer):
         return x + self._array
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "shape, accepted",
     [((1, 2, 4), True), ((20, 40), True), ((4, 1, 2), False), ((4, 20, 40), False)],

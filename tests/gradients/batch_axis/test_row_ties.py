@@ -27,6 +27,7 @@ def search(problem, mode):
     return zoo.in_mode(mode, step, problem.batch).get_concrete_function()
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(27)
 @pytest.mark.parametrize("name", row_ties.TIED)
 def test_what_is_tied_to_rows_is_refused(name):
@@ -35,6 +36,7 @@ def test_what_is_tied_to_rows_is_refused(name):
             search(problem(row_ties.TIED[name]), mode)
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(7)
 @pytest.mark.parametrize("name", row_ties.SAME)
 def test_what_is_the_same_in_all_rows_is_accepted_and_exact(name):
@@ -62,6 +64,7 @@ def clipped_sum(function, x):
     return (rows / tf.maximum(1.0, tf.norm(rows, axis=1, keepdims=True))).numpy().sum(axis=0)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", MEASURED)
 def test_one_example_more_moves_the_sum_by_more_than_the_bound_and_is_refused(name):
     tf.random.set_seed(5)
@@ -174,6 +177,7 @@ SEEDED = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", SEEDED)
 def test_numbers_with_a_known_seed_are_drawn_with_one_that_nobody_knows(name):

@@ -115,6 +115,7 @@ def drawn(make, jit_compile=False):
     return found, counters
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", DRAWS)
 def test_seeds_from_variables_are_replaced_by_secret_ones(name):
@@ -124,6 +125,7 @@ def test_seeds_from_variables_are_replaced_by_secret_ones(name):
     assert counters == [[7, moves]] * 2  # as without a private gradient
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", sorted(DRAWS.keys() - {"Poisson"}))  # unknown to XLA
 def test_seeds_are_replaced_under_xla(name):
@@ -139,6 +141,7 @@ def test_without_the_library_two_programs_draw_alike():
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_layers_with_the_same_counter_draw_independently(jit_compile):
     one, other = Dropout(), Dropout()
@@ -182,6 +185,7 @@ def test_draws_with_one_seed_stay_alike():
     np.testing.assert_array_equal(*step(tf.constant(X)))
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Under `jit_compile=True` the source")
 @pytest.mark.parametrize("method", ["auto", "materialized"])
@@ -352,6 +356,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", REFUSED)
 def test_seeds_that_cannot_be_replaced_are_refused(name):
     make, match = REFUSED[name]

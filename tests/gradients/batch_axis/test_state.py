@@ -182,6 +182,7 @@ CARRIES = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", CARRIES)
 def test_state_written_after_minimize_is_refused(name):
@@ -388,12 +389,14 @@ def test_a_generator_that_goes_on_by_the_size_of_a_random_batch_is_refused():
         step.trace()
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", CARRIES_NOTHING)
 def test_state_that_carries_no_data_is_accepted(name):
     Step(*CARRIES_NOTHING[name]).trace()
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "make",

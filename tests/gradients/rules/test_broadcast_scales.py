@@ -48,6 +48,7 @@ def narrowed(shape):
 KINDS = ["dense", "dense in sequence", "einsum", "embedding", "convolution"]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Under eager execution")
 @pytest.mark.parametrize("mode, method", [("graph", "traced"), ("eager", "materialized")])

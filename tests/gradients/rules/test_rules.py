@@ -71,6 +71,7 @@ def draw_convolution(data, rank):
     return kernel, strides, dilations, data.draw(st.sampled_from(["SAME", "VALID"])), extent
 
 
+@pytest.mark.slow_on(3)
 @few
 @hypothesis.given(data=st.data(), rank=st.integers(1, 3), channels=sizes, filters=sizes)
 def test_convolutions(data, rank, channels, filters):
@@ -104,6 +105,7 @@ def test_convolutions_in_groups_with_explicit_padding(data, groups, channels, fi
     check(convolve, x, kernel, reference=by_group)
 
 
+@pytest.mark.slow_on(2)
 @few
 @hypothesis.given(data=st.data(), channels=sizes, multiplier=sizes)
 def test_depthwise_convolutions(data, channels, multiplier):
@@ -151,6 +153,7 @@ def channels_first_in_xla(x, kernel, stride, dilations, padding):
     return tf.transpose(y, [0, 2, 3, 1])
 
 
+@pytest.mark.in_turns
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "convolve, shape",
@@ -262,6 +265,7 @@ def test_depthwise_convolutions_make_no_patches(multiplier, batch_size):
     assert 1 <= max(sizes) / (multiplier * x.size) < 2  # padded by two on each side
 
 
+@pytest.mark.slow_on(3)
 @few
 @hypothesis.given(data=st.data(), rank=st.integers(1, 3), channels=sizes, filters=sizes)
 def test_transposed_convolutions(data, rank, channels, filters):
@@ -279,6 +283,7 @@ def test_transposed_convolutions(data, rank, channels, filters):
     )
 
 
+@pytest.mark.slow_on(2)
 @few
 @hypothesis.given(data=st.data())
 def test_einsum_equations(data):
@@ -305,6 +310,7 @@ def test_einsum_equations(data):
     check(function, x, zoo.floats(*(size[c] for c in of_k), seed=1))
 
 
+@pytest.mark.slow_on(3)
 @few
 @hypothesis.given(
     flips=st.tuples(st.booleans(), st.booleans(), st.booleans()), n=sizes, m=sizes, t=sizes
@@ -325,6 +331,7 @@ def test_products_of_transposed_matrices(flips, n, m, t):
     check(product, zoo.floats(3, t, n), zoo.floats(*kernel, seed=1))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lengths", [(5, 1), (1, 5)])
 @pytest.mark.parametrize("product", ["einsum", "matmul"])
 def test_products_that_broadcast_an_axis_of_unknown_length(product, lengths):
@@ -337,6 +344,7 @@ def test_products_that_broadcast_an_axis_of_unknown_length(product, lengths):
         check(function, x, kernel, free=True, method="auto")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kind", ["x first", "kernel first", "einsum", "computed", "heads"])
 def test_products_with_a_kernel_that_all_examples_share(kind, batch_size):

@@ -34,6 +34,7 @@ def search(directory, monitored, **kwargs):
     return tuner, said, size
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("monitored", [False, True])
 def test_a_trial_says_that_epsilon_does_not_cover_the_search(tmp_path, monitored):

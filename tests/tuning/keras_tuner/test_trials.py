@@ -74,6 +74,7 @@ def test_the_score_and_the_weights_are_those_of_the_last_epoch(tmp_path, monkeyp
     assert outcome["score"] == np.mean(model(x).numpy().argmax(1) == y) < 0.2
 
 
+@pytest.mark.slow_on(2)
 def test_a_score_is_released_once_and_noisy_scores_see_the_data_once(tmp_path, monkeypatch):
     released = []
 
@@ -340,6 +341,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers_release_what_was_planned(tmp_path, name):
